@@ -5,6 +5,7 @@
 # make docs      builds the docs into out/docs, and runs every code cell
 # make examples  runs every example in full (20 minutes)
 # make recipes   runs the steps of env libraries that are not among the tests' own (Brax, Jumanji, Craftax, EnvPool)
+# make datasets  reads what LeRobot, TensorFlow Datasets and OGBench wrote
 # make compat    older and newer JAX and Python; the tests of flashbax, Brax and Stable-Baselines3 over our buffers (20 minutes)
 # make soak PART=NAME    the same checks at full size, a part of at most 20 minutes
 # make mutations  breaks the package in 37 ways, each of which a test must notice
@@ -21,7 +22,7 @@ PYTEST := -m pytest -q -n 2 --dist loadgroup
 # gymnax 1.0.1 declares jax < 0.12 but runs on it, so that it is installed without its dependencies, and these are named here.
 EXAMPLES := flax optax matplotlib tqdm six gymnasium seaborn
 
-.PHONY: demo docs examples lint quick test test-all test-oldest mutations compat soak recipes bench gpu aot clean
+.PHONY: demo docs datasets examples lint quick test test-all test-oldest mutations compat soak recipes bench gpu aot clean
 $(VENV)/installed: Makefile pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt -e ".[test,dev,torch,sb3,tensordict,checkpoint,minari,lerobot,ray]" $(EXAMPLES)
@@ -124,7 +125,7 @@ PART_distributed := distributed
 PART_samplers := adopt end_streams extension recent stale without_replacement episodes targets donation plan state_check transitions
 PART_oracle := oracle_streams
 PART_views := views rewards agents groups archive tiered tiered_files
-PART_rollouts := demonstrations rollout rollout_episodes trajectories datasets dataset_files inspect torch
+PART_rollouts := demonstrations rollout rollout_episodes trajectories datasets dataset_files dataset_peers inspect torch
 PART_platforms := platforms newest_row
 PART_replay := rows_of_others stateful staging threads interrupts
 PART_actors := blocks actors
@@ -172,6 +173,20 @@ $(RECIPES)/installed: Makefile pyproject.toml constraints.txt
 recipes: $(RECIPES)/installed
 	$(RECIPES)/bin/python -m pytest -q tests/test_examples.py -k steps_of_each_library
 	$(RECIPES)/bin/python examples/steps.py
+
+# Without the dependencies that they declare, as LeRobot's PyTorch is an older one.
+PEERS := .venv-datasets
+$(PEERS)/installed: Makefile pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/pip --disable-pip-version-check -q install -c constraints.txt -e ".[test,checkpoint,minari,lerobot,torch]" flashbax requests tqdm pandas packaging filelock typing_extensions
+	$(PEERS)/bin/pip --disable-pip-version-check -q install --no-deps lerobot==0.4.4 torchvision==0.22.1 "numpy==2.3.*" datasets==4.8.5 "huggingface-hub<1" accelerate safetensors jsonlines draccus==0.10.0 \
+		multiprocess dill xxhash fsspec aiohttp einops deepdiff termcolor orderly-set mergedeep pyyaml pyyaml-include toml typing_inspect mypy_extensions hf_xet aiosignal frozenlist multidict yarl \
+		propcache aiohappyeyeballs httpx httpcore anyio h11 tensorflow-datasets array_record etils "protobuf<7" promise dm-tree immutabledict simple_parsing docstring_parser \
+		importlib_resources zipp tensorflow-metadata googleapis-common-protos wrapt psutil ogbench
+	touch $@
+
+datasets: $(PEERS)/installed
+	$(PEERS)/bin/python -m pytest -q tests/test_dataset_peers.py tests/test_dataset_files.py
 
 bench: $(VENV)/bench
 	$(BIN)/python benchmarks/run.py

@@ -60,7 +60,7 @@ def load(dataset):
     """Return a buffer and its state with all transitions of a Minari dataset."""
     capacity = datasets.required_capacity(dataset)
     buffer = jr.uniform(capacity=capacity, autoreset="next_step", **SHARED)
-    return buffer, datasets.from_minari(dataset, buffer, EXAMPLE.replace(final_obs=None))
+    return buffer, datasets.from_episodes(dataset, buffer, EXAMPLE.replace(final_obs=None))
 
 
 def init(offline, key):

@@ -1,6 +1,7 @@
-"""Episodes from arrays, `.npz` files, LeRobot's Parquet files and flashbax's vaults."""
+"""Episodes from arrays of files and folders, LeRobot's datasets and flashbax's vaults."""
 
 import dataclasses
+import io
 import itertools
 import json
 
@@ -10,7 +11,9 @@ import pytest
 
 import jaxreplay as jr
 from jaxreplay import datasets
-from jaxreplay.datasets import npz, vault
+from jaxreplay.datasets import arrays
+from jaxreplay.storage import row_flags
+from tests.conftest import ALL
 from tests.support.buffers import everything
 from tests.support.replays import output_of
 from tests.support.steps import nth
@@ -58,43 +61,112 @@ def expected(columns, has_final=True):
     }
 
 
-def read(folder, replay, rows, save=np.savez, **options):
-    """Return the transitions of a file of some arrays."""
-    save(folder / "a.npz", **rows)
-    return transitions(replay, datasets.from_npz(folder / "a.npz", replay, **options))
+def npz(folder, rows):
+    np.savez(folder / "a.npz", **rows)
+    return datasets.open_npz(folder / "a.npz")
 
 
-@FORMS
-def test_a_file_of_transitions(form, tmp_path, monkeypatch):
+def compressed(folder, rows):
+    np.savez_compressed(folder / "a.npz", **rows)
+    return datasets.open_npz(folder / "a.npz")
+
+
+def hdf5(folder, rows):
+    h5py = pytest.importorskip("h5py", reason="the minari extra is not installed")
+    with h5py.File(folder / "a.hdf5", "w") as file:
+        for name, values in rows.items():
+            file.create_dataset(name, data=values, chunks=(5, *values.shape[1:]))
+    return h5py.File(folder / "a.hdf5")
+
+
+def tensorstores(folder, rows):
+    tensorstore = pytest.importorskip("tensorstore", reason="no checkpoint extra")
+    return {name: tensorstore.array(values) for name, values in rows.items()}
+
+
+def parquet(folder, rows):
+    """Two files, with row groups of four rows."""
+    pyarrow = pytest.importorskip("pyarrow", reason="the lerobot extra is not installed")
+    from pyarrow import parquet
+
+    table = pyarrow.table({name: [*values] for name, values in rows.items()})
+    for number, part in enumerate((table[:17], table[17:])):
+        parquet.write_table(part, folder / f"{number}.parquet", row_group_size=4)
+    return datasets.open_parquet(folder)
+
+
+SOURCES = (lambda _, rows: rows), npz, compressed, hdf5, tensorstores, parquet
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("form", ["next_step", *["same_step", "same_step_no_final_obs"] * ALL])
+def test_files_of_transitions(source, form, tmp_path, monkeypatch):
     """With next observations. Blocks of a few rows, in which episodes lie in several, change
     nothing."""
     obs, next_obs, action, reward, end, cut = made()
     replay, wanted = buffer(form), expected(made(), form != "same_step_no_final_obs")
     rows = {"action": action, "rewards": reward, "terminals": end, "timeouts": cut}
-    rows |= {"observations": obs, "next_observations": next_obs}
-    # without timeouts, their ends are found where the next row has another observation
-    bare = {"obs": obs, "next_obs": next_obs, "actions": action, "reward": reward, "done": end}
-    for block_bytes in (1, 60, 100, 150, 250, npz._BLOCK_BYTES):
-        monkeypatch.setattr(npz, "_BLOCK_BYTES", block_bytes)
-        assert read(tmp_path, replay, rows) == wanted
-        assert read(tmp_path, replay, bare) == wanted
-    assert read(tmp_path, replay, rows, np.savez_compressed) == wanted
+    rows |= {"observations": obs, "next_observations": next_obs, "step": 2 * action}
+    file = source(tmp_path, rows)
+    for block_bytes in (1, 60, 100, 150, 250, 2**22):
+        monkeypatch.setattr(arrays, "BLOCK_BYTES", block_bytes)
+        state = datasets.from_arrays(file, replay, names={"extras": ["step"]})
+        assert transitions(replay, state) == wanted
+        stored, flags = state.rows.steps, np.asarray(state.rows.flags) != 0
+        np.testing.assert_array_equal(stored.extras[0][flags], 2 * stored.action[flags])
+        # without timeouts, their ends are found where the next row has another observation
+        state = datasets.from_arrays(file, replay, names={"truncated": None})
+        assert transitions(replay, state) == wanted
 
 
 @FORMS
-def test_a_file_without_next_observations(form, tmp_path, monkeypatch):
+def test_the_capacity_that_a_source_needs(form, tmp_path):
+    """It suffices, and one row less of each env does not."""
+    obs, next_obs, action, reward, end, cut = made(3)
+    rows = {"action": action, "reward": reward, "done": end, "truncated": cut, "obs": obs}
+    for file in (rows, rows | {"next_obs": next_obs}, npz(tmp_path, rows)):
+        for num_envs in (1, 3):
+            needs = datasets.required_capacity(file, num_envs, form)
+            replay = jr.uniform(
+                capacity=needs, num_envs=num_envs, batch_size=8, gamma=0.5, autoreset=form
+            )
+            has_final = "next_obs" in file and form != "same_step_no_final_obs"
+            state = datasets.from_arrays(file, replay)
+            assert transitions(replay, state) == expected(made(3), has_final)
+            smaller = dataclasses.replace(replay, capacity=needs - num_envs)
+            with pytest.raises(ValueError, match=f"capacity={needs - num_envs} is too small"):
+                datasets.from_arrays(file, smaller)
+
+
+@FORMS
+def test_a_file_without_next_observations(form, monkeypatch):
     """As D4RL's: the last transition of a truncated episode is left out, and no pair is false."""
-    monkeypatch.setattr(npz, "_BLOCK_BYTES", 100)
     obs, _, action, reward, end, cut = made(1)
-    rows = {"o": obs, "actions": action, "rewards": reward, "terminals": end, "timeouts": cut}
-    got = read(tmp_path, buffer(form), rows, names={"obs": "o"})
-    assert got == expected(made(1), has_final=False)
+    rows = {"o": obs, "actions": action, "rewards": reward[:, None]}
+    flags = {"terminals": end[:, None], "timeouts": cut.astype(np.float32)}
+    wanted = expected(made(1), has_final=False)
+    ends = {
+        "data": rows | {"terminals": end},
+        "meta": {"episode_ends": np.flatnonzero(end | cut) + 1},
+    }
+    numbers = {"obs": "data/o", "action": "data/actions", "reward": "data/rewards"}
+    numbers |= {"terminated": "data/terminals", "episode_ends": "meta/episode_ends"}
+    which = np.cumsum(np.append(False, (end | cut)[:-1]))
+    for block_bytes in (1, 100, 2**22):
+        monkeypatch.setattr(arrays, "BLOCK_BYTES", block_bytes)
+        for file, names in (
+            (rows | flags, {"obs": "o"}),
+            (ends, numbers),
+            (rows | {"terminals": end, "episode_index": which}, {"obs": "o"}),
+        ):
+            state = datasets.from_arrays(file, buffer(form), names=names)
+            assert transitions(buffer(form), state) == wanted
 
 
 @FORMS
 def test_a_file_with_rows_of_final_observations(form, tmp_path, monkeypatch):
     """As OGBench's, without rewards."""
-    monkeypatch.setattr(npz, "_BLOCK_BYTES", 40)
+    monkeypatch.setattr(arrays, "BLOCK_BYTES", 40)
     number = np.arange(10, dtype=np.float32)
     rows = {"observations": number, "actions": number, "terminals": np.isin(number, (2, 3, 5, 9))}
     pairs = {(0, 1), (1, 2), (4, 5), (6, 7), (7, 8), (8, 9)}
@@ -102,102 +174,330 @@ def test_a_file_with_rows_of_final_observations(form, tmp_path, monkeypatch):
         pairs -= {(1, 2), (4, 5), (8, 9)}
     # next observations say nothing then, since a final row has none
     for more in ({}, {"next_observations": number * 0}):
-        got = read(tmp_path, buffer(form), rows | more, final_rows=True)
-        assert got == {(a, a, 0, 0.5, b) for a, b in pairs}
+        file = npz(tmp_path, rows | more)
+        state = datasets.from_arrays(file, buffer(form), names={"reward": None}, final_rows=True)
+        assert transitions(buffer(form), state) == {(a, a, 0, 0.5, b) for a, b in pairs}
+
+
+@FORMS
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_a_file_by_episode(form, num_envs, tmp_path):
+    """As robomimic's, with next observations, or with a final one; some episodes have no flag, and
+    one has no row."""
+    h5py = pytest.importorskip("h5py", reason="the minari extra is not installed")
+    obs, next_obs, action, reward, end, cut = made(4)
+    stops = np.flatnonzero(end | cut) + 1
+    replay = jr.uniform(capacity=300, num_envs=num_envs, batch_size=8, gamma=0.5, autoreset=form)
+    with h5py.File(tmp_path / "a.hdf5", "w") as file:
+        for nth, (start, stop) in enumerate(itertools.pairwise([0, *stops.tolist(), stops[-1]])):
+            own, more = file.create_group(f"data/demo_{nth}"), nth % 2
+            own["obs/x"] = np.append(obs[start:stop], next_obs[stop - 1 : stop][:more])
+            if not more:
+                own["next_obs/x"] = next_obs[start:stop]
+            own["actions"], own["rewards"] = action[start:stop], reward[start:stop]
+            if end[start:stop].any():
+                own["dones"] = end[start:stop]
+        state = datasets.from_arrays(file["data"], replay)
+        needs = datasets.required_capacity(file["data"], num_envs, form)
+    assert int(np.asarray(state.counters.filled).max()) * num_envs == needs
+    wanted = expected(made(4), form != "same_step_no_final_obs")
+    assert transitions(replay, state, lambda obs: obs["x"]) == wanted
+    with pytest.raises(ValueError, match="from_arrays: env 0: there is no array terminations or"):
+        datasets.from_arrays([{"obs": obs, "actions": action, "rewards": reward}], replay)
 
 
 def test_bad_files_are_refused(tmp_path):
     path, obs, plain = tmp_path / "a.npz", np.zeros(4, np.float32), buffer("next_step")
-    rows = dict.fromkeys(("observations", "actions", "terminals"), obs)
+    rows = dict.fromkeys(("observations", "actions", "rewards", "terminals"), obs)
 
-    def refused(message, arrays, replay=plain, **options):
+    def refused(message, arrays, replay=plain, where="from_arrays: .*a.npz.*: ", **options):
         np.savez(path, **arrays)
-        with pytest.raises(ValueError, match=f"from_npz: .*{message}"):
-            datasets.from_npz(path, replay, **options)
+        with pytest.raises(ValueError, match=f"{where}{message}"):
+            datasets.from_arrays(datasets.open_npz(path), replay, **options)
 
-    message = "there is no array actions or action for action; the file has observations"
+    message = "there is no array actions or action for action; there are observations"
     refused(message, {"observations": obs})
-    refused("there is no array terminations or", {"observations": obs, "actions": obs})
-    message = "need the same number of rows, at least 1, got observations 4, actions 3"
+    refused("there is no array rewards or", {"observations": obs, "actions": obs})
+    refused(
+        "there is no array terminations or",
+        {**rows, "terminals_": obs} | {},
+        names={"terminated": "terminations or"},
+    )
+    message = "arrays need the same number of rows, at least 1, got actions 3, observations 4"
     refused(message, rows | {"actions": obs[:3]})
-    refused("at least 1, got observations 0", dict.fromkeys(rows, obs[:0]))
+    refused("arrays need .* at least 1, got .*observations 0", dict.fromkeys(rows, obs[:0]))
+    refused("terminals: flags are 0 or 1, got 0.5", rows | {"terminals": obs + 0.5})
     objects = np.array([None] * 4)
-    refused("observations: expected an array of numbers", rows | {"observations": objects})
-    message = "names has state; its keys are obs, action"
-    refused(message, rows, names={"state": "observations"})
+    refused(
+        "observations.*: expected an array of numbers",
+        rows | {"observations": objects},
+        where="open_npz: .*a.npz: ",
+    )
+    refused(
+        "observations: expected numbers .*, got <U1",
+        rows | {"observations": np.array(list("abcd"))},
+    )
+    refused("arrays need .* observations 0", rows | {"observations": np.float32(0)})
+    refused(
+        "names has state; its keys are episode_ends, ",
+        rows,
+        where=".*",
+        names={"state": "observations"},
+    )
     refused("there is no array x for obs", rows, names={"obs": "x"})
-    message = "capacity=3 is too small: episode 0 ends in row 4"
-    refused(message, rows, buffer("next_step", 3))
-    refused("a dataset has episodes", rows, jr.items(capacity=8, batch_size=1))
+    refused("there is no array .'a': 'x'.* for obs", rows, names={"obs": {"a": "x"}})
+    for ends in ([1, 3], [3, 1, 4], []):
+        refused(
+            "ends: expected numbers that rise to 4",
+            rows | {"ends": np.array(ends)},
+            names={"episode_ends": "ends"},
+        )
+    message = "capacity=3 is too small: an episode reaches row 4 of 3; datasets.required_capacity"
+    refused(message, rows, buffer("next_step", 3), where="")
+    refused("a dataset has episodes", rows, jr.items(capacity=8, batch_size=1), where="")
+    with pytest.raises(ValueError, match="from_arrays: there is no transition"):
+        datasets.from_arrays({}, plain) if False else datasets.from_arrays([], plain)
 
 
-def test_a_large_file_is_read_in_parts(tmp_path):
-    """Memory beside the state is a few blocks and an episode."""
+def test_damaged_files_are_refused(tmp_path):
+    """The error names the file and the array; of a file that is cut, the file."""
+    obs = np.random.default_rng(0).random((4000, 4))
+    rows = {"observations": obs, "actions": obs, "rewards": obs[:, 0], "terminals": obs[:, 0] > 1}
+    for source, name in ((npz, "a.npz"), (compressed, "a.npz"), (parquet, "1.parquet")):
+        source(tmp_path, rows)
+        path = tmp_path / name
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
+        opened = datasets.open_npz if name == "a.npz" else datasets.open_parquet
+        with pytest.raises(ValueError, match=f"open_.*: .*{name}: "):
+            opened(path)
+        middle = len(whole) // 2
+        path.write_bytes(whole[:middle] + bytes(500) + whole[middle + 500 :])
+        with pytest.raises(
+            ValueError, match=rf"from_arrays: .*{name}: (obs|act).*: cannot be read"
+        ):
+            datasets.from_arrays(opened(path), buffer("next_step", 8192))
+    with pytest.raises(ValueError, match=r"from_arrays: .*: cannot be read: no such file"):
+        datasets.from_arrays({name: _Closed() for name in rows}, buffer("next_step", 8192))
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ValueError, match=r"open_parquet: .*none: there is no row in 0 Parquet"):
+        datasets.open_parquet(tmp_path / "none")
+
+
+class _Closed:
+    """An array whose file is gone."""
+
+    shape, dtype = (4,), np.dtype(np.float32)
+
+    def __getitem__(self, part):
+        raise OSError("no such file")
+
+
+def test_large_episodes_are_read_in_parts(tmp_path):
+    """Memory beside the state is a few blocks: 160 MiB of images, of which a file, an episode and
+    an HDF5 group are one episode."""
+    pytest.importorskip("h5py", reason="the minari extra is not installed")
     code = """
-import resource, zipfile
+import resource, h5py
 import jax, numpy as np, jaxreplay as jr
-from jaxreplay.datasets import from_npz
+from jaxreplay import datasets
 
-ARRAYS = {"observations": ((64, 64), np.uint8), "actions": ((), np.int32), "terminals": ((), "?")}
+def write(path, num_rows):
+    with h5py.File(path, "w") as file:
+        for name, shape in ("obs", (64, 64)), ("action", (2,)), ("reward", ()):
+            kind, chunk = "u1" if name == "obs" else "f4", (8, *shape)
+            values = file.create_dataset("demo/" + name, (num_rows, *shape), kind, chunks=chunk)
+            for start in range(0, num_rows, 512):
+                values[start : start + 512] = np.ones((min(512, num_rows - start), *shape), kind)
 
-def most_memory(path, num_episodes):
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, (row, kind) in ARRAYS.items():
-            values = np.zeros((1023, *row), kind)
-            values[-1:] = name == "terminals"
-            shape = (num_episodes * 1023, *row)
-            header = {"descr": values.dtype.str, "fortran_order": False, "shape": shape}
-            with archive.open(name + ".npy", "w", force_zip64=True) as file:
-                np.lib.format.write_array_header_1_0(file, header)
-                for _ in range(num_episodes):
-                    file.write(values.tobytes())
-    state = from_npz(path, jr.uniform(capacity=40 * 1024, batch_size=2, autoreset="next_step"))
-    assert state.counters.filled == num_episodes * 1024
+def most_memory(path, num_envs):
+    with h5py.File(path) as file:
+        buffer = jr.uniform(
+            capacity=num_envs * 40_961, num_envs=num_envs, batch_size=2, autoreset="next_step"
+        )
+        state = datasets.from_arrays(file, buffer)
+        assert int(state.counters.filled.sum()) == len(file["demo/obs"]), state.counters
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
-few = most_memory("a.npz", 8)
-print(most_memory("b.npz", 40) - few)
+write("a.h5", 2048)
+write("b.h5", 40_960)
+few = most_memory("a.h5", 1)
+print(most_memory("b.h5", 1) - few)
 """
-    assert float(output_of(code, cwd=tmp_path)) < 100  # MiB; the file has 160
+    assert float(output_of(code, cwd=tmp_path)) < 64  # MiB
+
+
+def write_lerobot(folder, lengths, version=3):
+    """Write a dataset as LeRobot does: `version` 3 has two episodes a file, version 2 one. Each
+    number of a frame is in its state, its action, an image, and a frame of a video."""
+    pyarrow = pytest.importorskip("pyarrow", reason="the lerobot extra is not installed")
+    av = pytest.importorskip("av", reason="the lerobot extra is not installed")
+    image = pytest.importorskip("PIL.Image", reason="the lerobot extra is not installed")
+    from pyarrow import parquet
+
+    def png(number):
+        file = io.BytesIO()
+        image.fromarray(np.full((5, 4, 3), number, np.uint8)).save(file, "png")
+        return {"bytes": file.getvalue(), "path": "a.png"}
+
+    def video(path, numbers):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with av.open(str(path), "w") as container:
+            stream = container.add_stream("mpeg4", 10)
+            stream.width, stream.height, stream.pix_fmt = 32, 16, "yuv420p"
+            for number in numbers:
+                pixels = np.full((16, 32, 3), 10 * number, np.uint8)
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, "rgb24")))
+            container.mux(stream.encode())
+
+    numbers = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
+    per_file, about = (2 if version == 3 else 1), []
+    each = [*enumerate(numbers)]
+    for file_index, first in enumerate(range(0, len(each), per_file)):
+        some = each[first : first + per_file]
+        start = 0
+        tables = []
+        for index, own in some:
+            is_last = own == own[-1]
+            tables.append(
+                {
+                    "observation.state": [[float(x), x + 0.5] for x in own],
+                    "observation.png": [png(x) for x in own],
+                    "observation.text": ["a"] * len(own),
+                    "action": [[float(x)] for x in own],
+                    "next.reward": own.astype(np.float32),
+                    "next.done": is_last,
+                    "next.success": is_last & (index == 2),
+                    "timestamp": (own - own[0]) / np.float32(10),
+                    "episode_index": np.full(len(own), index),
+                    "task_index": np.full(len(own), index % 2),
+                }
+            )
+            time = "videos/observation.video/from_timestamp"
+            one = {"episode_index": index, "length": len(own), "tasks": [f"task {index % 2}"]}
+            if version == 3:
+                one |= {"data/chunk_index": 0, "data/file_index": file_index, time: start / 10}
+                one |= {
+                    f"videos/observation.video/{key}_index": n
+                    for key, n in (("chunk", 0), ("file", file_index))
+                }
+                one |= {"dataset_from_index": int(own[0]), "stats/action/min": [0.0]}
+            about.append(one)
+            start += len(own)
+        name = f"file-{file_index:03d}" if version == 3 else f"episode_{file_index:06d}"
+        (folder / "data" / "chunk-000").mkdir(parents=True, exist_ok=True)
+        table = pyarrow.concat_tables([pyarrow.table(one) for one in tables])
+        parquet.write_table(table, folder / "data" / "chunk-000" / f"{name}.parquet")
+        whole = np.concatenate([own for _, own in some])
+        place = (
+            ("observation.video", "chunk-000")
+            if version == 3
+            else ("chunk-000", "observation.video")
+        )
+        video(folder.joinpath("videos", *place, f"{name}.mp4"), whole)
+    meta = folder / "meta"
+    meta.mkdir()
+    tasks = [{"task_index": nth, "task": f"task {nth}"} for nth in range(2)]
+    if version == 3:
+        (meta / "episodes").mkdir()
+        parquet.write_table(pyarrow.Table.from_pylist(about), meta / "episodes" / "a.parquet")
+        parquet.write_table(pyarrow.Table.from_pylist(tasks), meta / "tasks.parquet")
+    else:
+        for name, lines in (("episodes", about), ("tasks", tasks)):
+            (meta / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    kinds = {
+        "observation.state": "float32",
+        "observation.png": "image",
+        "observation.text": "string",
+    }
+    kinds |= {"observation.video": "video", "action": "float32", "next.reward": "float32"}
+    kinds |= dict.fromkeys(("next.done", "next.success"), "bool")
+    kinds |= {"timestamp": "float32"} | dict.fromkeys(("episode_index", "task_index"), "int64")
+    file = "file-{file_index:03d}" if version == 3 else "episode_{episode_index:06d}"
+    data = "data/chunk-{chunk_index:03d}/" if version == 3 else "data/chunk-{episode_chunk:03d}/"
+    videos = "videos/{video_key}/chunk-{chunk_index:03d}/"
+    videos = videos if version == 3 else "videos/chunk-{episode_chunk:03d}/{video_key}/"
+    info = {"codebase_version": f"v{version}.0", "fps": 10, "chunks_size": 1000}
+    info |= {"data_path": f"{data}{file}.parquet", "video_path": f"{videos}{file}.mp4"}
+    info |= {"features": {name: {"dtype": kind} for name, kind in kinds.items()}}
+    (meta / "info.json").write_text(json.dumps(info))
+    return folder
+
+
+LENGTHS = [4, 1, 3, 5]
 
 
 @FORMS
-def test_a_lerobot_dataset(form, tmp_path):
-    pyarrow = pytest.importorskip("pyarrow", reason="the lerobot extra is not installed")
-    from pyarrow import parquet
-
-    numbers, two = iter(range(13)), pyarrow.list_(pyarrow.float32(), 2)
-    for index, length in enumerate([4, 1, 3, 5]):
-        folder = tmp_path / "data" / f"chunk-00{index // 2}"
-        folder.mkdir(parents=True, exist_ok=True)
-        frame, no = [*itertools.islice(numbers, length)], [False] * (length - 1)
-        table = {
-            "observation.state": pyarrow.array([[x, x + 0.5] for x in frame], two),
-            "observation.grid": [[[x, 0], [0, 1], [2, 2]] for x in frame],
-            "observation.text": ["a"] * length,
-            "action": [[float(x)] for x in frame],
-            "episode_index": [index] * length,
-            "next.reward": np.float32(frame),
-            "next.done": [*no, index != 3],  # the last has no flag
-            "next.success": [*no, index == 2],
-        }
-        parquet.write_table(pyarrow.table(table), folder / f"episode_00000{index}.parquet")
-    replay = buffer(form)
-    state = datasets.from_lerobot(tmp_path, replay)
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_lerobot_dataset(form, version, tmp_path, monkeypatch):
+    monkeypatch.setattr(arrays, "BLOCK_BYTES", 2500)
+    root, replay = write_lerobot(tmp_path / "d", LENGTHS, version), buffer(form)
+    source = datasets.open_lerobot(root)
+    assert (source.tasks, source.total_steps) == (["task 0", "task 1"], 13)
+    extras = {"task": "task_index", "time": "timestamp"}
+    state = datasets.from_arrays(source, replay, names={"extras": extras})
     obs = state.rows.steps.obs
-    assert {key: leaf.shape[1:] for key, leaf in obs.items()} == {"state": (2,), "grid": (3, 2)}
+    assert {key: leaf.shape[1:] for key, leaf in obs.items()} == {
+        "state": (2,),
+        "png": (5, 4, 3),
+        "video": (16, 32, 3),
+    }
     pairs = {(0, 1), (1, 2), (2, 3), (5, 6), (6, 7), (7, None), (8, 9), (9, 10), (10, 11), (11, 12)}
     assert transitions(replay, state, lambda obs: obs["state"][:, :1]) == {
         (a, a, a, 0 if b is None else 0.5, b) for a, b in pairs
     }
+    flags = np.asarray(state.rows.flags)
+    taken = np.flatnonzero((flags != 0) & ((flags & row_flags.FINAL) == 0))
+    number = obs["state"][taken, 0]
+    assert (obs["png"][taken] == number[:, None, None, None]).all()
+    assert np.abs(obs["video"][taken].mean(axis=(1, 2, 3)) - 10 * number).max() < 3  # it is lossy
+    first = np.repeat(np.cumsum([0, *LENGTHS[:-1]]), LENGTHS)
+    which = number.astype(int)
+    stored = jax.tree.map(lambda leaf: np.asarray(leaf)[taken], state.rows.steps.extras)
+    np.testing.assert_allclose(stored["time"], (which - first[which]) / 10, atol=1e-6)
+    np.testing.assert_array_equal(stored["task"], np.repeat([0, 1, 0, 1], LENGTHS)[which])
     if form == "same_step_no_final_obs":  # chunks are of all frames, an episode's last too
         view = jr.views.ChunkView(obs=(-1, 0), action=3)
-        check_chunks(dataclasses.replace(replay, view=view), state, [4, 1, 3, 5])
-    with pytest.raises(ValueError, match="there are no Parquet files in"):
-        datasets.from_lerobot(tmp_path / "chunk-000", replay)
-    parquet.write_table(pyarrow.table({"action": [1.0]}), tmp_path / "data" / "a.parquet")
-    with pytest.raises(ValueError, match=r"no column observation\.\*, of numbers, but action"):
-        datasets.from_lerobot(tmp_path, replay)
+        check_chunks(dataclasses.replace(replay, view=view), state, LENGTHS)
+    chosen = datasets.open_lerobot(root, episodes=[3, 1])
+    names = {"obs": {"top": "observation.video"}, "reward": None}
+    state = datasets.from_arrays(chosen, replay, names=names)
+    assert state.rows.steps.obs.keys() == {"top"}
+    assert {*np.asarray(state.rows.steps.action[:, 0]).astype(int).tolist()} - {0, 4, 12} == {
+        *range(8, 12)
+    }
+
+
+def test_lerobot_datasets_that_are_damaged(tmp_path):
+    root, replay = write_lerobot(tmp_path / "d", LENGTHS), buffer("next_step")
+
+    def refused(message, **options):
+        with pytest.raises(ValueError, match=message):
+            datasets.from_arrays(datasets.open_lerobot(root, **options), replay)
+
+    def changed(path, change):
+        """Damage a file, and return what mends it."""
+        whole = (root / path).read_bytes()
+        (root / path).write_bytes(change(whole))
+        return lambda: (root / path).write_bytes(whole)
+
+    refused("open_lerobot: .*d: there is no 7", episodes=[1, 7])
+    for path, change, message in (
+        (
+            "videos/observation.video/chunk-000/file-001.mp4",
+            lambda x: x[:300],
+            "video: cannot be read: .*file-001.mp4",
+        ),
+        ("data/chunk-000/file-001.parquet", lambda x: x[:300], "file-001.parquet"),
+        ("meta/info.json", lambda x: x[:30], "open_lerobot: .*d is no dataset"),
+        ("meta/info.json", lambda x: x.replace(b"v3", b"v9"), "it has version v9; known are v2"),
+        ("meta/info.json", lambda x: x.replace(b'"fps"', b'"f"'), "there is no 'fps'"),
+        ("meta/info.json", lambda x: x.replace(b'"fps": 10', b'"fps": 99'), "has no frame at"),
+        ("meta/info.json", lambda x: x.replace(b'"action"', b'"act"'), "there is no array actions"),
+    ):
+        mend = changed(path, change)
+        refused(message)
+        mend()
 
 
 def check_chunks(buffer, state, lengths):
@@ -277,11 +577,10 @@ def test_a_vault(form, write, tmp_path, monkeypatch):
 
     def refused(message, path, **options):
         with pytest.raises(ValueError, match=message):
-            datasets.from_vault(path, replay, **options)
+            datasets.from_arrays(datasets.open_vault(path), replay, **options)
 
-    message = "no array infos for truncated; the file has actions, inf"
-    refused(message, path, names={"truncated": "infos"})
-    refused("has no metadata.json, so it is no vault", path / "d")
+    refused("v: env 0: there is no array infos for truncated", path, names={"truncated": "infos"})
+    refused("d is no vault: ", path / "d")
     # the row of a truncation, and the newest, is taken for the final observation
     is_lost = truncated | (np.arange(length + 1) == length - 1) & ~terminated
     wanted = {
@@ -290,12 +589,13 @@ def test_a_vault(form, write, tmp_path, monkeypatch):
         if terminated[at] or not is_lost[at]
     }
     assert len(wanted) > 40
-    for block_bytes in (1, 500, vault._BLOCK_BYTES):
-        monkeypatch.setattr(vault, "_BLOCK_BYTES", block_bytes)
-        state = datasets.from_vault(path, replay, names={"truncated": "info.cut"})
+    for block_bytes in (1, 500, 2**22):
+        monkeypatch.setattr(arrays, "BLOCK_BYTES", block_bytes)
+        file = datasets.open_vault(path)
+        state = datasets.from_arrays(file, replay, names={"truncated": "info/cut"})
         assert transitions(replay, state, lambda obs: obs["a"]) == wanted
         stored = jax.device_get(state.rows.steps.obs)
         np.testing.assert_array_equal(stored["b"], np.stack([stored["a"]] * 3, axis=1))
     metadata = json.loads((path / "metadata.json").read_text())
     (path / "metadata.json").write_text(json.dumps(metadata | {"version": 2.0}))
-    refused("has version 2.0; known are 1.x", path)
+    refused("has version 2; known are 1.x", path)

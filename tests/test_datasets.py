@@ -17,8 +17,8 @@ from minari.data_collector.episode_buffer import EpisodeBuffer
 
 import jaxreplay as jr
 from jaxreplay import datasets
-from jaxreplay.datasets import minari as from_minari
-from jaxreplay.datasets.episodes import steps_of
+from jaxreplay.datasets import export
+from jaxreplay.datasets.episodes import rows_of, steps_of
 from tests.support.buffers import everything, jitted
 from tests.support.steps import plain_step
 
@@ -82,7 +82,7 @@ def test_there_and_back(form):
     lengths, ends = (3, 1, 300, 1, 1200, 25), (END, CUT, CUT, END, END, CUT)
     dataset = made("there/one-v0", [*map(episode, range(6), lengths, ends)])
     replay = buffer(form, datasets.required_capacity(dataset))
-    state = datasets.from_minari(dataset, replay)
+    state = datasets.from_episodes(dataset, replay)
     assert int(state.filled.sum()) == replay.capacity == sum(lengths) + len(lengths)
     assert state.rows.steps.obs["goal"].dtype == np.float32  # float64 is stored as float32
     every = jax.device_get(everything(replay)(state, 0))
@@ -106,7 +106,7 @@ def test_ends_in_the_middle_and_none_at_the_end(form):
     first, second = episode(1, 9, None), episode(2, 5, None)
     first.terminations[3] = first.truncations[6] = True
     replay = buffer(form, 9 + 5 + 4)
-    state = datasets.from_minari(made("middle/one-v0", [first, second]), replay)
+    state = datasets.from_episodes(made("middle/one-v0", [first, second]), replay)
     assert [
         (*one.observations["goal"][[0, -1], 0].tolist(), len(one), bool(one.terminations[-1]))
         for one in exported(replay, state, "middle/two-v0")
@@ -170,16 +170,16 @@ def test_any_tree_of_observations():
     one = dataclasses.replace(episode(0, 5), observations=(np.arange(6), {"x": numbers}))
     dataset = made("tuple/one-v0", [one, one], observation_space=space)
     replay = buffer("next_step", 12)
-    state = datasets.from_minari(dataset, replay)
+    state = datasets.from_episodes(dataset, replay)
     assert_equal(exported(replay, state, "tuple/two-v0", observation_space=space), list(dataset))
     wide = dataclasses.replace(next(iter(dataset)), rewards=np.arange(5.0)[:, None])
     for form in ("next_step", "same_step"):
-        steps = steps_of("from_minari", wide, form)
+        ((steps, _),) = steps_of([rows_of("", wide)], form)
         assert steps.reward.shape == (len(steps.terminated), 1)
     wrong = dataclasses.replace(wide, observations=(list("abcdef"), numbers))
     message = r"episode 0: observations.0: expected 6 numbers or arrays, got <U1\[6\]"
     with pytest.raises(ValueError, match=message):
-        steps_of("from_minari", wrong, "next_step")
+        rows_of("from_episodes", wrong)
 
 
 def test_an_example_decides_the_dtypes():
@@ -192,7 +192,7 @@ def test_an_example_decides_the_dtypes():
         truncated=np.bool_(0),
     )
     replay = buffer("next_step", 8)
-    steps = datasets.from_minari(dataset, replay, example).rows.steps
+    steps = datasets.from_episodes(dataset, replay, example).rows.steps
     assert (steps.obs["goal"].dtype, steps.action.dtype) == (np.float16, np.uint8)
     many = episode(0, 4)
     many.actions[:] = 200
@@ -207,7 +207,7 @@ def test_an_example_decides_the_dtypes():
         ("action: 200 cannot be stored as int8", wide, example.replace(action=np.int8(0))),
     ):
         with pytest.raises(ValueError, match=message):
-            datasets.from_minari(source, replay, other)
+            datasets.from_episodes(source, replay, other)
 
 
 def test_bad_input_is_refused():
@@ -215,26 +215,26 @@ def test_bad_input_is_refused():
     # without final observations, the last step of each truncated episode is dropped
     for form, capacity in (("same_step", 9), ("same_step_no_final_obs", 7)):
         replay = buffer(form, capacity)
-        assert jitted(replay, "size")(datasets.from_minari(dataset, replay)) == 7
+        assert jitted(replay, "size")(datasets.from_episodes(dataset, replay)) == 7
     items, replay = jr.items(capacity=16, batch_size=2), buffer("next_step", 16)
     no_steps = "buffer must be a ReplayBuffer of steps, since a dataset has episodes"
     too_small = "capacity={} is too small{}".format
     for message, other in (
-        (too_small(6, r"; required_capacity\(dataset\) is 9"), buffer("next_step", 6)),
-        (too_small(8, ": episode 1 ends in row 9"), buffer("next_step", 8)),
+        (too_small(8, ": episode 1 reaches row 9"), buffer("next_step", 8)),
         (no_steps, items),
         (no_steps, 3),
     ):
-        with pytest.raises(ValueError, match=f"from_minari: {message}"):
-            datasets.from_minari(dataset, other)
-    with pytest.raises(ValueError, match="from_minari: the dataset has no transitions"):
-        datasets.from_minari(dataset.filter_episodes(lambda _: False), replay)
+        with pytest.raises(ValueError, match=f"from_episodes: {message}"):
+            datasets.from_episodes(dataset, other)
+    with pytest.raises(ValueError, match="from_episodes: there is no transition"):
+        datasets.from_episodes(dataset.filter_episodes(lambda _: False), replay)
     with pytest.raises(ValueError, match="to_minari: buffer must be a ReplayBuffer of steps"):
         exported(items, items.init(0.0), "bad/two-v0")
-    agents = plain_step(np.float32(0), reward={"a": np.float32(0)})
+    flags, number = np.zeros(2, bool), np.zeros(3, np.float32)
+    agents = datasets.Episode(number, number[:2], {"a": number[:2]}, flags, flags)
     with pytest.raises(ValueError, match="to_minari: a Minari step has one reward"):
-        exported(replay, replay.init(agents), "bad/two-v0")
-    state = jitted(replay, "clear")(datasets.from_minari(dataset, replay))
+        exported(replay, datasets.from_episodes([agents], replay), "bad/two-v0")
+    state = jitted(replay, "clear")(datasets.from_episodes(dataset, replay))
     with pytest.raises(ValueError, match="there is no transition in the buffer"):
         exported(replay, state, "bad/two-v0", include_partial=True)
     assert "bad/two-v0" not in minari.list_local_datasets()
@@ -243,8 +243,8 @@ def test_bad_input_is_refused():
 def test_a_write_that_fails_leaves_no_half_dataset(monkeypatch):
     dataset = made("half/one-v0", [episode(0, 4), episode(1, 3)])
     replay = buffer("next_step", 16)
-    state = datasets.from_minari(dataset, replay)
-    monkeypatch.setattr(from_minari, "_MOST_BYTES", 1)  # one episode at a time
+    state = datasets.from_episodes(dataset, replay)
+    monkeypatch.setattr(export, "_MOST_BYTES", 1)  # one episode at a time
 
     def fails(*_):
         raise OSError("no space left")
@@ -264,11 +264,43 @@ def test_a_write_that_fails_leaves_no_half_dataset(monkeypatch):
     assert len(minari.load_dataset("half/two-v0")) == 2
 
 
-@pytest.mark.parametrize("name", ["minari", "tqdm"])
-def test_without_the_extra_the_error_says_which(name, monkeypatch):
-    monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, "jaxreplay.datasets.minari")
-    monkeypatch.delattr(datasets, "minari")
-    message = rf"jaxreplay.datasets needs {name}: pip install 'jaxreplay\[minari\]'"
+def test_without_the_extra_the_error_says_which(monkeypatch):
+    replay = buffer("next_step", 16)
+    state = replay.init(plain_step(np.float32(0)))
+    monkeypatch.setitem(sys.modules, "minari", None)
+    message = r"to_minari needs minari: pip install 'jaxreplay\[minari\]'"
     with pytest.raises(ImportError, match=message):
-        datasets.from_minari  # noqa: B018
+        datasets.to_minari(replay, state, "a/b-v0")
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with pytest.raises(ImportError, match="from_episodes: a progress bar needs tqdm"):
+        datasets.from_episodes([episode(0, 4)], replay, progress=True)
+
+
+def test_its_file_is_a_file_by_episode(capsys, tmp_path):
+    """Minari's HDF5 has a group for each episode."""
+    import h5py
+
+    dataset = made("file/one-v0", [*map(episode, range(12), [3, 1, 5] * 4, [END, CUT] * 6)])
+    replay = buffer("next_step", datasets.required_capacity(dataset))
+    wanted = datasets.from_episodes(dataset, replay, progress=False)
+    assert not capsys.readouterr().err
+    with h5py.File(tmp_path / "file/one-v0/data/main_data.hdf5") as file:
+        got = datasets.from_arrays(file, replay, progress=True)
+    assert "from_arrays: 48.0row" in capsys.readouterr().err
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+
+
+def test_extras_go_there_and_back():
+    replay = buffer("same_step", 32, num_envs=2)
+    flags = np.zeros(4, bool)
+    number = np.arange(5, dtype=np.float32)
+    extras = {"log_prob": number[:4] / 8, "grid": np.arange(8).reshape(4, 2)}
+    given = [datasets.Episode(number, number[:4], number[:4], flags, flags, extras=extras)] * 3
+    found = [*datasets.to_episodes(replay, datasets.from_episodes(given, replay))]
+    assert [one.id for one in found] == [0, 1, 2]
+    for one in found:
+        jax.tree.map(np.testing.assert_array_equal, one.extras, extras)
+        assert one.truncations.tolist() == [False, False, False, True]
+    short = given[0]._replace(extras={"x": number})
+    with pytest.raises(ValueError, match=r"episode : extras\.x: expected 4 numbers or arrays"):
+        datasets.from_episodes([short], replay)

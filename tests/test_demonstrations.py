@@ -84,7 +84,7 @@ def test_a_run_gets_demonstrations_and_goes_on(form):
 def test_more_than_fits_is_refused():
     replay = buffer("next_step", 2, capacity=2 * 12)
     with pytest.raises(
-        ValueError, match="capacity=24 is too small: episode 3 ends in row 14 of 12 in each"
+        ValueError, match="capacity=24 is too small: episode 3 reaches row 14 of 12 in each"
     ):
         from_episodes(EPISODES, replay)
 

@@ -1,35 +1,28 @@
-"""Import of recorded episodes, from files and other libraries, an episode at a time; and export to
-Minari.
+"""Recorded data as a buffer's state, from files and other libraries, a few rows at a time; and a
+buffer's episodes, as they are or as a Minari dataset.
 
-    buffer = jr.uniform(capacity=2_000_000, batch_size=256, autoreset="next_step")
-    state = from_npz("cube-single-play-v0.npz", buffer, final_rows=True)
+    file = open_npz("cube-single-play-v0.npz")
+    names = {"reward": None}
+    capacity = required_capacity(file, names=names, final_rows=True)
+    buffer = jr.uniform(capacity=capacity, batch_size=256, autoreset="next_step")
+    state = from_arrays(file, buffer, names=names, final_rows=True)
 """
 
-from typing import TYPE_CHECKING, Any
-
+from jaxreplay.datasets.arrays import from_arrays, required_capacity
 from jaxreplay.datasets.episodes import Episode, from_episodes
-from jaxreplay.datasets.lerobot import from_lerobot
-from jaxreplay.datasets.npz import from_npz
-from jaxreplay.datasets.vault import from_vault
-
-if TYPE_CHECKING:
-    from jaxreplay.datasets.minari import from_minari, required_capacity, to_minari
+from jaxreplay.datasets.export import to_episodes, to_minari
+from jaxreplay.datasets.files import open_npz, open_parquet, open_vault
+from jaxreplay.datasets.lerobot import open_lerobot
 
 __all__ = [
     "Episode",
+    "from_arrays",
     "from_episodes",
-    "from_lerobot",
-    "from_minari",
-    "from_npz",
-    "from_vault",
+    "open_lerobot",
+    "open_npz",
+    "open_parquet",
+    "open_vault",
     "required_capacity",
+    "to_episodes",
     "to_minari",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name in ("from_minari", "required_capacity", "to_minari"):  # these need Minari
-        from jaxreplay.datasets import minari
-
-        return getattr(minari, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,8 +1,13 @@
-"""Episodes, and a buffer's state made of them."""
+"""Episodes, and a buffer's state made of them.
 
+A source of rows is read a block at a time, and no episode is ever whole in memory: rows go to the
+buffer while their episode's end is unknown still.
+"""
+
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +23,7 @@ from jaxreplay.buffers.state_checks import example_of
 from jaxreplay.storage.state import ReplayState
 from jaxreplay.types import Step
 
+BLOCK_BYTES = 2**22  # of rows that are read, or added, at once
 _MOST_STEPS = 1024  # added at once
 
 
@@ -27,19 +33,45 @@ class Episode(NamedTuple):
     Args:
       observations: Pytree with leaves [T + 1, ...]; the last is the final observation.
       actions: Pytree with leaves [T, ...].
-      rewards: [T].
+      rewards: Pytree with leaves [T, ...], often one array.
       terminations: bool[T], True where the task ended.
       truncations: bool[T], True where the episode was cut. If no flag is True at the last step, it
         is truncated.
       id: Name in errors. Default: "".
+      extras: Pytree with leaves [T, ...]. Default: no further fields.
     """
 
     observations: PyTree
     actions: PyTree
-    rewards: Any
+    rewards: PyTree
     terminations: Any
     truncations: Any
     id: Any = ""
+    extras: PyTree = None
+
+
+class Rows(NamedTuple):
+    """Consecutive rows of a source, K steps.
+
+    Attributes:
+      obs: Pytree with leaves [K, ...].
+      action: Pytree with leaves [K, ...].
+      reward: Pytree with leaves [K, ...].
+      terminated: bool[K].
+      truncated: bool[K].
+      next_obs: Pytree with leaves [K, ...], or None if the source has none.
+      extras: Pytree with leaves [K, ...], or None.
+      part: Array [K], equal for rows of one episode; None if the flags alone end episodes.
+    """
+
+    obs: PyTree
+    action: PyTree
+    reward: PyTree
+    terminated: np.ndarray
+    truncated: np.ndarray
+    next_obs: PyTree = None
+    extras: PyTree = None
+    part: Any = None
 
 
 def from_episodes(
@@ -48,26 +80,30 @@ def from_episodes(
     example: PyTree = None,
     *,
     into: ReplayState | None = None,
+    progress: bool | None = None,
 ) -> ReplayState:
-    """Return a buffer's state with all transitions of some episodes.
+    """Return a buffer's state with all transitions of some episodes, or of a Minari dataset.
 
-    Each episode goes to the env with the fewest rows so far. Memory holds the state, and a few
-    episodes at a time with some copies of them. If an episode has an end before its last step, the
-    next step opens another episode. If several envs of the buffer always step together, shorter
-    ones are filled up with rows that are never sampled, and the state is copied once.
+    Each episode goes to the env with the fewest rows so far. Memory holds the state and a few steps
+    beside it. If an episode has an end before its last step, the next step opens another episode.
+    If several envs of the buffer always step together, shorter ones are filled up with rows that
+    are never sampled, and the state is copied once.
 
     Args:
-      episodes: `Episode`s, or objects with their fields.
+      episodes: `Episode`s, or objects with their fields, such as those of a `minari.MinariDataset`,
+        whose infos are left out.
       buffer: A `ReplayBuffer` of steps with any `num_envs` and `autoreset`.
       example: One env's step, as for `buffer.init`. Default: shapes and dtypes of the first
         episode, cut to 32 bits while `jax_enable_x64` is off; or those of `into`.
       into: State of the buffer, to whose rows the episodes are added. Donated. Its unfinished
         episodes end. Default: an empty one.
+      progress: If True, show a progress bar. Default: only in a terminal, if tqdm is installed.
 
     Returns:
       The state.
 
     Raises:
+      ImportError: There shall be a progress bar, and tqdm is not installed.
       ValueError: The buffer is too small or does not store steps, there is no transition, or a leaf
         does not fit the example or cannot be stored.
 
@@ -81,62 +117,106 @@ def from_episodes(
       >>> int(buffer.size(state))
       4
     """
-    return fill("from_episodes", episodes, buffer, example, into)
+    parts = episode_parts("from_episodes", episodes)
+    total = getattr(episodes, "total_steps", None)
+    return fill("from_episodes", parts, buffer, example, into=into, progress=progress, total=total)
+
+
+def episode_parts(where: str, episodes: Iterable[Any]) -> Iterator[tuple[str, list[Rows]]]:
+    """Yield the name of each episode, and its rows."""
+    for episode in episodes:
+        if len(episode.terminations):
+            yield f"episode {episode.id}", [rows_of(where, episode)]
 
 
 def fill(
     where: str,
-    episodes: Iterable[Any],
+    parts: Iterable[tuple[str, Iterable[Rows]]],
     buffer: Any,
     example: PyTree,
+    *,
     into: ReplayState | None = None,
-    too_small: str = "each episode needs a row more than it has transitions",
+    final_rows: bool = False,
+    progress: bool | None = None,
+    total: int | None = None,
 ) -> ReplayState:
-    """Return a buffer's state with all transitions of some episodes.
+    """Return a buffer's state with all transitions of some rows.
 
     Args:
       where: Name of the called function, for errors.
-      episodes: As for `from_episodes`.
+      parts: Names and rows, in blocks. A part's end is the end of an episode.
       buffer: As for `from_episodes`.
       example: As for `from_episodes`.
       into: As for `from_episodes`. Default: an empty state.
-      too_small: End of the error for a buffer that is too small. Default: how many rows an episode
-        needs.
+      final_rows: As for `steps_of`. Default: False.
+      progress: As for `from_episodes`.
+      total: Number of rows, for the progress bar. Default: unknown.
     """
     check_buffer(where, buffer)
     # Envs get episodes of different lengths, so some take no step.
     masked = dataclasses.replace(buffer, allow_mask=buffer.num_envs > 1 or buffer.allow_mask)
-    form, state, num_envs = buffer.autoreset, None, buffer.num_envs
+    state, num_envs, form = None, buffer.num_envs, buffer.autoreset
     if into is not None:
         example = example_of(into.layout, into.rows.steps) if example is None else example
         state = jit(masked).end_streams(jit(masked).adopt(into))
     waiting: list[list[Step]] = [[] for _ in range(num_envs)]
-    used = [0] * num_envs
-    most = min(_MOST_STEPS, power_below(buffer.length))
-    for episode in episodes:
-        if not len(episode.terminations):
-            continue
-        steps = steps_of(where, episode, form)
-        env = used.index(min(used))
-        used[env] += len(steps.terminated) + (
-            int((steps.terminated | steps.truncated).sum()) if form == "same_step" else 0
-        )
-        if used[env] > buffer.length:
-            of_env = f" in each of {num_envs} envs" if num_envs > 1 else ""
-            raise ValueError(
-                f"{where}: capacity={buffer.capacity} is too small: episode {episode.id} ends in "
-                f"row {used[env]:,} of {buffer.length:,}{of_env}; {too_small}"
-            )
-        example = _example_of(steps) if example is None else example
-        state = masked.init(example) if state is None else state
-        waiting[env].append(_fitted(where, steps, example, f"episode {episode.id}"))
-        if sum(map(_num_steps, waiting)) >= most * num_envs:
-            state = _extended(masked, state, waiting, most)
-    if state is None:
-        raise ValueError(f"{where}: the dataset has no transitions")
-    while left := max(map(_num_steps, waiting)):  # powers of two: each size is compiled
-        state = _extended(masked, state, waiting, min(most, power_below(left)))
+    counts = [0] * num_envs  # steps that wait
+    deal, dtypes, most = Deal(num_envs, form), {}, 0
+    with _bar(where, total, progress) as update:
+        for name, blocks in parts:
+            for steps, is_last in steps_of(blocks, form, final_rows):
+                if not most:
+                    example = _example_of(steps) if example is None else example
+                    specs = named(checks.specs(where, example))
+                    dtypes = {leaf: np.dtype(spec.dtype) for leaf, spec in specs}
+                    most = _num_steps_at_once(steps, buffer)
+                steps = _fitted(f"{where}: {name}", steps, dtypes)
+                state = masked.init(example) if state is None else state
+                for env, start, stop in deal.places(is_last):
+                    if deal.used[env] > buffer.length:
+                        of_env = f" in each of {num_envs} envs" if num_envs > 1 else ""
+                        raise ValueError(
+                            f"{where}: capacity={buffer.capacity} is too small: {name} reaches row "
+                            f"{deal.used[env]:,} of {buffer.length:,}{of_env}; datasets."
+                            "required_capacity says how many are needed"
+                        )
+                    waiting[env].append(cut(steps, start, stop))
+                    counts[env] += stop - start
+                while sum(counts) >= most * num_envs:
+                    state = _extended(masked, state, waiting, counts, most)
+                update(len(is_last))
+        if state is None or not most:
+            raise ValueError(f"{where}: there is no transition")
+        while left := max(counts):  # powers of two: each size is compiled
+            state = _extended(masked, state, waiting, counts, min(most, power_below(left)))
     return jit(buffer).adopt(state)
+
+
+class Deal:
+    """Rows dealt to envs: each episode goes to the env with the fewest.
+
+    Args:
+      num_envs: Number of envs E.
+      form: The buffer's `autoreset`.
+
+    Attributes:
+      used: Number of rows of each env.
+    """
+
+    def __init__(self, num_envs: int, form: str | None):
+        self.used, self._env = [0] * num_envs, 0
+        self._at_an_end = form == "same_step"  # rows that the buffer adds there
+
+    def places(self, is_last: np.ndarray) -> Iterator[tuple[int, int, int]]:
+        """Yield env, start and stop of each piece of an episode, of steps that go on from the last
+        ones. An episode ends where bool[K] is True."""
+        ends = (np.flatnonzero(is_last) + 1).tolist()
+        for start, stop in itertools.pairwise([0, *ends, len(is_last)]):
+            if start < stop:
+                self.used[self._env] += stop - start + (self._at_an_end and bool(is_last[stop - 1]))
+                yield self._env, start, stop
+                if is_last[stop - 1]:
+                    self._env = self.used.index(min(self.used))
 
 
 def check_buffer(where: str, buffer: Any) -> None:
@@ -149,75 +229,85 @@ def check_buffer(where: str, buffer: Any) -> None:
         raise ValueError(f"{where}: an episode has one flag for all agents; leave out num_agents")
 
 
-class Rows(NamedTuple):
-    """Consecutive rows of a file, K steps.
+def rows_of(where: str, episode: Any) -> Rows:
+    """Return the rows of an episode."""
+    length = len(episode.terminations)
+    expected = {"observations": length + 1, "actions": length, "rewards": length, "extras": length}
+    found = {}
+    # Minari returns values that are no arrays as a list.
+    is_list = lambda leaf: isinstance(leaf, list)
+    for part, num in expected.items():
+        found[part] = jax.tree.map(np.asarray, getattr(episode, part, None), is_leaf=is_list)
+        for name, leaf in named(found[part]):
+            if leaf.dtype.kind not in "biuf" or leaf.shape[:1] != (num,):
+                raise ValueError(
+                    f"{where}: episode {episode.id}: {part}{name and '.' + name}: expected {num} "
+                    f"numbers or arrays, got {leaf.dtype}{list(leaf.shape)}"
+                )
+    return Rows(
+        at(found["observations"], slice(-1)),
+        found["actions"],
+        found["rewards"],
+        np.asarray(episode.terminations, bool),
+        np.asarray(episode.truncations, bool),
+        at(found["observations"], slice(1, None)),
+        found["extras"],
+        np.zeros(length, np.int8),  # the flags alone end episodes
+    )
 
-    Attributes:
-      obs: Pytree with leaves [K, ...].
-      action: Pytree with leaves [K, ...].
-      reward: [K].
-      terminated: bool[K].
-      truncated: bool[K].
-      next_obs: Pytree with leaves [K, ...], or None if the file has none.
-      part: Array [K], equal for rows of one episode; None if the flags alone end episodes.
-    """
 
-    obs: PyTree
-    action: PyTree
-    reward: np.ndarray
-    terminated: np.ndarray
-    truncated: np.ndarray
-    next_obs: PyTree = None
-    part: Any = None
+def steps_of(
+    blocks: Iterable[Rows], form: str | None, final_rows: bool = False
+) -> Iterator[tuple[Step, np.ndarray]]:
+    """Yield steps [K, ...] of rows that follow each other, and bool[K], the last of each episode.
 
-
-def episodes_of(
-    blocks: Iterable[Rows], buffer: ReplayBuffer, final_rows: bool = False
-) -> Iterable[Episode]:
-    """Yield the episodes of rows that follow each other.
-
-    An episode ends at a flag, where `part` changes, and where `next_obs` is not the next row's
-    observation. If its final observation is unknown, it repeats the last one after a termination,
-    or if the buffer reads none. Else the last transition is left out.
+    An episode ends at a flag, where `part` changes, where `next_obs` is not the next row's
+    observation, and with the last row. If its final observation is unknown, it repeats the last one
+    after a termination. Else the last row is the final observation, and no step.
 
     Args:
       blocks: Blocks of rows, in order.
-      buffer: The buffer that they go to. It is read with the first episode.
-      final_rows: The row with a flag is the final observation of its episode, and no step.
+      form: The buffer's `autoreset`.
+      final_rows: The row with a flag is the final observation of its episode, and no step. Default:
+        False.
     """
-    reads_none = buffer.autoreset == "same_step_no_final_obs"
-    # Whether a row ends its episode is known with the row after it: a block's last row is held.
-    waiting, held, number = [], None, 0
-    for block in itertools.chain(blocks, [None]):
-        rows = held if block is None else _joined([*([] if held is None else [held]), block])
-        if rows is None:
-            return
-        ends, known = _ends(rows), len(rows.terminated) - (block is not None)
-        ends[-1] |= block is None
-        start = 0
-        for stop in (np.flatnonzero(ends[:known]) + 1).tolist():
-            whole, waiting = _joined([*waiting, _cut(rows, start, stop)]), []
-            if (episode := _episode(whole, reads_none, final_rows, number)) is not None:
-                yield episode
-            start, number = stop, number + 1
-        waiting, held = [*waiting, _cut(rows, start, known)], _cut(rows, known, None)
+    held, is_start = None, True  # rows of which the end of their episode, or the next, is unknown
+    for block, is_end in with_last(blocks):
+        rows = block if held is None else jax.tree.map(_concatenated, held, block)
+        length = len(rows.terminated)
+        ends = _ends(rows)
+        ends[-1] = True
+        has_final = rows.terminated | (form == "same_step_no_final_obs")
+        has_final |= rows.next_obs is not None
+        is_final = ends & (final_rows | ~has_final)
+        starts = np.append(is_start, ends[:-1])
+        # the next row is the final one of this row's episode
+        is_cut = np.append(is_final[1:], False) & ~ends
+        num = length
+        if not is_end:
+            num = length - 1 if length > 1 and ends[-2] else max(length - 2, 0)
+        if num:
+            made = _steps(rows, num, form, ends, is_final, is_final & starts, is_cut)
+            is_start = bool(ends[num - 1])
+            if len(made[1]):
+                yield made
+        held = cut(rows, num, None)
 
 
-def _joined(parts: list[Rows]) -> Rows:
-    if len(parts) == 1:
-        return parts[0]
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
-
-
-def _cut(rows: Rows, start: int, stop: int | None) -> Rows:
-    return jax.tree.map(lambda leaf: leaf[start:stop], rows)
+def with_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+    """Yield each item, and whether it is the last one."""
+    coming = iter(items)
+    following = next(coming, None)
+    while following is not None:
+        item, following = following, next(coming, None)
+        yield item, following is None
 
 
 def _ends(rows: Rows) -> np.ndarray:
     ends = rows.terminated | rows.truncated
     if rows.part is not None:
         ends[:-1] |= rows.part[1:] != rows.part[:-1]
-    if rows.next_obs is not None:
+    elif rows.next_obs is not None:
         for after, obs in zip(
             jax.tree.leaves(rows.next_obs), jax.tree.leaves(rows.obs), strict=True
         ):
@@ -226,111 +316,124 @@ def _ends(rows: Rows) -> np.ndarray:
     return ends
 
 
-def _episode(rows: Rows, reads_none: bool, final_rows: bool, number: int) -> Episode | None:
-    """Return an episode, or None if it has no transition."""
-    last = jax.tree.map(
-        lambda leaf: leaf[-1:], rows.obs if rows.next_obs is None else rows.next_obs
+def _steps(
+    rows: Rows,
+    num: int,
+    form: str | None,
+    ends: np.ndarray,
+    is_final: np.ndarray,
+    is_alone: np.ndarray,
+    is_cut: np.ndarray,
+) -> tuple[Step, np.ndarray]:
+    """Make steps of the first rows."""
+    here = slice(num)
+    truncated = (rows.truncated | is_cut | (ends & ~rows.terminated))[here]
+    if form == "next_step":  # a step for each final observation: a row itself, or one more
+        count = 1 + (ends & ~is_final)[here] - is_alone[here]
+        order = np.repeat(np.arange(num), count)
+        is_more = np.append(False, order[1:] == order[:-1]) if num else order
+        is_last = is_final[order] | is_more
+        obs, final_obs = at(rows.obs, order), None
+        if rows.next_obs is not None and is_more.any():
+            for leaf, after in zip(
+                jax.tree.leaves(obs), jax.tree.leaves(rows.next_obs), strict=True
+            ):
+                leaf[is_more] = after[order[is_more]]
+        is_step = ~is_last
+    else:
+        order = np.flatnonzero(~is_final[here])
+        is_last, is_step = (ends | is_cut)[order], True
+        after = np.where(ends, np.arange(len(ends)), np.arange(1, len(ends) + 1))[order]
+        obs, final_obs = at(rows.obs, order), None
+        if form == "same_step":
+            known = rows.next_obs is not None
+            final_obs = at(rows.next_obs, order) if known else at(rows.obs, after)
+    steps = Step(
+        obs,
+        at(rows.action, order),
+        at(rows.reward, order),
+        terminated=rows.terminated[order] & is_step,
+        truncated=truncated[order] & is_step,
+        final_obs=final_obs,
+        extras=at(rows.extras, order),
     )
-    needs_none = (rows.terminated[-1] or reads_none) and not final_rows
-    is_step = rows.next_obs is not None or needs_none
-    if not is_step:  # the last row has the final observation
-        rows = _cut(rows, 0, -1)
-    if not len(rows.terminated):
-        return None
-    observations = jax.tree.map(lambda *leaves: np.concatenate(leaves), rows.obs, last)
-    return Episode(observations, rows.action, rows.reward, rows.terminated, rows.truncated, number)
+    return steps, is_last
 
 
-def steps_of(where: str, episode: Any, form: str) -> Step:
-    """Convert an episode to K steps, leaves [K, ...]: its transitions and, with next-step
-    autoreset, one for each final observation."""
-    terminated, truncated = (np.asarray(x) for x in (episode.terminations, episode.truncations))
-    length = len(terminated)
-    parts = {"observations": length + 1, "actions": length, "rewards": length}
-    # Minari returns values that are no arrays as a list.
-    is_list = lambda leaf: isinstance(leaf, list)
-    for part, expected in parts.items():
-        for name, leaf in named(getattr(episode, part), is_leaf=is_list):
-            if np.asarray(leaf).dtype.kind not in "biuf" or np.shape(leaf)[:1] != (expected,):
-                what = f"{np.asarray(leaf).dtype}{list(np.shape(leaf))}"
-                raise ValueError(
-                    f"{where}: episode {episode.id}: {part}{name and '.' + name}: expected "
-                    f"{expected} numbers or arrays, got {what}"
-                )
-    observations, actions, reward = jax.tree.map(
-        np.asarray, tuple(getattr(episode, part) for part in parts), is_leaf=is_list
-    )
-    truncated = truncated | (~(terminated | truncated) & (np.arange(length) == length - 1))
+def at(tree: PyTree, index: Any) -> Any:
+    """Return rows of each leaf."""
+    return jax.tree.map(lambda leaf: leaf[index], tree)
 
-    def at(tree: PyTree, index: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf[index], tree)
 
-    if form != "next_step":
-        return Step(
-            at(observations, slice(-1)),
-            actions,
-            reward,
-            terminated=terminated,
-            truncated=truncated,
-            final_obs=at(observations, slice(1, None)) if form == "same_step" else None,
-        )
-    ends = np.flatnonzero(terminated | truncated) + 1
-    now = np.insert(np.arange(length), ends, ends)
-    step = np.insert(np.arange(length), ends, ends - 1)
-    is_step = np.insert(np.ones(length, bool), ends, False)
-    return Step(
-        at(observations, now),
-        at(actions, step),
-        at(reward, step),
-        terminated=terminated[step] & is_step,
-        truncated=truncated[step] & is_step,
-    )
+def cut(tree: PyTree, start: int, stop: int | None) -> Any:
+    """Return consecutive rows of each leaf."""
+    return at(tree, slice(start, stop))
+
+
+def _concatenated(*leaves: np.ndarray) -> np.ndarray:
+    return leaves[0] if len(leaves) == 1 else np.concatenate(leaves)
 
 
 def _example_of(steps: Step) -> Step:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), steps)
 
 
-def _fitted(where: str, steps: Step, example: PyTree, what: str) -> Step:
+def _num_steps_at_once(steps: Step, buffer: ReplayBuffer) -> int:
+    step_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(steps)) / len(steps.terminated)
+    fitting = min(buffer.length, _MOST_STEPS, BLOCK_BYTES / step_bytes / buffer.num_envs)
+    return power_below(int(fitting))
+
+
+def _fitted(what: str, steps: Step, dtypes: Mapping[str, Any]) -> Step:
     """Cast to the example's dtypes. Leaves that do not fit stay, so that `extend` names them."""
-    dtypes = {name: np.dtype(leaf.dtype) for name, leaf in named(checks.specs(where, example))}
+    leaves, tree = jax.tree.flatten(steps)
+    if [leaf.dtype for leaf in leaves] == [*dtypes.values()]:
+        return steps
 
     def fitted(name: str, leaf: np.ndarray) -> np.ndarray:
         dtype = dtypes.get(name, leaf.dtype)
         are_integers = leaf.dtype.kind in "iu" and dtype.kind in "iu"
         if not are_integers and not np.can_cast(leaf.dtype, dtype, "same_kind"):
             return leaf
-        return checks.cast(
-            f"{where}: {what}: {name}",
-            leaf,
-            dtype,
-            "the example's dtype; pass an example with another dtype",
-        )
+        why = "the example's dtype; pass an example with another dtype"
+        return checks.cast(f"{what}: {name}", leaf, dtype, why)
 
-    return jax.tree.unflatten(
-        jax.tree.structure(steps), [fitted(name, leaf) for name, leaf in named(steps)]
-    )
-
-
-def _num_steps(waiting: list[Step]) -> int:
-    return sum(len(steps.terminated) for steps in waiting)
+    return jax.tree.unflatten(tree, [fitted(name, leaf) for name, leaf in named(steps)])
 
 
 def _extended(
-    buffer: ReplayBuffer, state: ReplayState, waiting: list[list[Step]], size: int
+    buffer: ReplayBuffer,
+    state: ReplayState,
+    waiting: list[list[Step]],
+    counts: list[int],
+    size: int,
 ) -> ReplayState:
-    """Add the next `size` steps of each env, and return the state. Each env's `waiting` steps lose
-    those that are added."""
+    """Add the next `size` steps of each env, and return the state. `waiting` steps and their
+    `counts` lose those that are added."""
     blocks, mask = [], np.zeros((size, len(waiting)), bool)
-    some = next(filter(None, waiting)).copy()
+    some = next(filter(None, waiting))[:1]
     for env, own in enumerate(waiting):
-        parts, num_steps = own or some, min(_num_steps(own), size)
-        joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+        joined = jax.tree.map(_concatenated, *(own or some))
+        num_steps = min(counts[env], size)
         mask[:num_steps, env] = True
         places = np.minimum(np.arange(size), max(num_steps - 1, 0))  # masked steps are any
-        blocks.append(jax.tree.map(lambda leaf, places=places: leaf[places], joined))
-        if own:
-            rest = jax.tree.map(lambda leaf, num=num_steps: leaf[num:].copy(), joined)
-            own[:] = [rest] if len(rest.terminated) else []
+        blocks.append(at(joined, places))
+        counts[env] -= num_steps
+        own[:] = [cut(joined, num_steps, None)] if counts[env] else []
     block = jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *blocks)
     return jit(buffer).extend(state, block, mask if buffer.allow_mask else None)
+
+
+@contextlib.contextmanager
+def _bar(where: str, total: int | None, progress: bool | None) -> Iterator[Callable[[int], Any]]:
+    """Show a progress bar, whose update takes a number of rows."""
+    try:
+        from tqdm import tqdm
+    except ImportError as error:
+        if progress:
+            raise ImportError(f"{where}: a progress bar needs tqdm: pip install tqdm") from error
+        yield lambda _: None
+        return
+    hidden = None if progress is None else not progress
+    with tqdm(total=total, desc=where, unit="row", unit_scale=True, disable=hidden) as bar:
+        yield bar.update

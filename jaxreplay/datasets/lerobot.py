@@ -1,116 +1,184 @@
-"""Import of LeRobot datasets from their Parquet files; needs `jaxreplay[lerobot]`."""
+"""LeRobot datasets, with images and videos; needs `jaxreplay[lerobot]`, and not lerobot."""
 
-from collections.abc import Iterator
+import functools
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxreplay._util.aliases import PyTree
-from jaxreplay.buffers.replay_buffer import ReplayBuffer
-from jaxreplay.datasets.episodes import Rows, episodes_of, fill
-from jaxreplay.storage.state import ReplayState
+from jaxreplay.datasets.files import File, Forward, imported, open_parquet
 
-_BLOCK_ROWS = 4096
-_FLAGS = ("next.terminated", "next.success", "next.truncated", "next.done")
+_FLAGS = "terminals", "timeouts"
 
 
-def from_lerobot(
-    root: Any,
-    buffer: ReplayBuffer,
-    example: PyTree = None,
-    *,
-    into: ReplayState | None = None,
-) -> ReplayState:
-    """Return a buffer's state with all transitions of a LeRobot dataset.
+def open_lerobot(root: Any, episodes: Iterable[int] | None = None) -> File:
+    """Return the episodes of a LeRobot dataset of version 2 or 3, for `from_arrays`.
 
-    It reads the Parquet files a block at a time. Images and videos are left out. The observation is
-    a dict of the columns `observation.*`, such as `{"state": ...}`. Rewards are `next.reward`, or
-    0. The last frame of an episode is a termination if `next.terminated` says so, or `next.success`
-    together with `next.done`. Else its next observation is unknown, since LeRobot stores none. With
-    `autoreset="same_step_no_final_obs"` the frame is stored, and `jr.chunks` samples it. With
-    another `autoreset` the frame's own observation is taken for the final one.
+    Each has its columns by name, and the usual fields: "observations" is a dict of the columns
+    `observation.*`, such as `{"state": ..., "images.top": ...}`; "rewards" are `next.reward`, or 0;
+    "terminals" are `next.terminated`, or `next.success` with `next.done`. Images and frames of
+    videos are uint8[H, W, C], and are decoded when they are read. Pass `names` to `from_arrays` for
+    some columns alone, or further ones: `{"obs": {"top": "observation.images.top"}, "extras":
+    {"task": "task_index", "time": "timestamp"}}`.
+
+    LeRobot stores no observation after an episode's last action. With
+    `autoreset="same_step_no_final_obs"` that row is stored, and `jr.chunks` samples it. With
+    another `autoreset` its observation is taken for the final one, unless the task ended there.
 
     Args:
-      root: Folder of the dataset, which has the folder `data`.
-      buffer: A `ReplayBuffer` of steps with any `num_envs` and `autoreset`.
-      example: One env's step, as for `buffer.init`. Default: the dataset's shapes and dtypes, cut
-        to 32 bits while `jax_enable_x64` is off.
-      into: State of the buffer to add to, as for `from_episodes`. Donated. Default: an empty one.
+      root: Folder of the dataset, which has the folder `meta`.
+      episodes: Indices of the episodes to take. Default: all.
 
     Returns:
-      The state.
+      A mapping, whose attribute `tasks` has the text of each `task_index`.
 
     Raises:
-      ImportError: PyArrow is not installed.
-      ValueError: There are no Parquet files, or a column is missing; or as for `from_episodes`.
+      ImportError: PyArrow is not installed; when they are read, PyAV for videos, and Pillow for
+        images.
+      ValueError: The folder holds no dataset, an episode is not in it, or a file is damaged.
     """
+    root = Path(root)
     try:
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise ImportError("from_lerobot needs PyArrow: pip install 'jaxreplay[lerobot]'") from error
-    files = sorted((Path(root) / "data").rglob("*.parquet"))
-    if not files:
-        raise ValueError(f"from_lerobot: there are no Parquet files in {Path(root) / 'data'}")
-    blocks = (block for file in files for block in _blocks(parquet.ParquetFile(file)))
-    return fill("from_lerobot", episodes_of(blocks, buffer), buffer, example, into)
+        dataset = _Dataset(root)
+        chosen = [*dataset.episodes] if episodes is None else [*episodes]
+        lengths = [dataset.episodes[index]["length"] for index in chosen]
+    except KeyError as error:
+        raise ValueError(f"open_lerobot: {root}: there is no {error}") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"open_lerobot: {root} is no dataset: {error}") from error
+    found = File(root, map(str, chosen), lambda index: dataset.episode(int(index)))
+    found.tasks, found.total_steps = dataset.tasks, sum(lengths)
+    return found
 
 
-def _blocks(file: Any) -> Iterator[Rows]:
-    columns = file.schema_arrow.names
-    observations = [
-        name
-        for name in columns
-        if name.startswith("observation.") and _is_numeric(file.schema_arrow.field(name).type)
-    ]
-    for name, there in (
-        ("observation.*, of numbers", observations),
-        ("action", "action" in columns),
-        ("episode_index", "episode_index" in columns),
-    ):
-        if not there:
-            raise ValueError(f"from_lerobot: there is no column {name}, but {', '.join(columns)}")
-    others = [
-        name for name in ("action", "episode_index", "next.reward", *_FLAGS) if name in columns
-    ]
-    for batch in file.iter_batches(batch_size=_BLOCK_ROWS, columns=[*observations, *others]):
-        read = {name: _array(batch.column(name)) for name in batch.schema.names}
-        length = batch.num_rows
-        none = np.zeros(length, bool)
+class _Dataset:
+    """The columns of a dataset.
+
+    Args:
+      root: Its folder.
+
+    Attributes:
+      episodes: The rows of `meta/episodes`, by index.
+      tasks: The text of each task.
+    """
+
+    def __init__(self, root: Path):
+        self._root, self._info = root, json.loads((root / "meta" / "info.json").read_text())
+        if (version := self._info["codebase_version"][:2]) not in ("v2", "v3"):
+            raise ValueError(f"it has version {version}; known are v2 and v3")
+        self._fps, features = self._info["fps"], self._info["features"].items()
+        self._kinds = {name: one["dtype"] for name, one in features if one["dtype"] != "string"}
+        self.episodes = {one["episode_index"]: one for one in _table(root / "meta" / "episodes")}
+        tasks = sorted(_table(root / "meta" / "tasks"), key=lambda one: one["task_index"])
+        # the text is the index of a data frame in version 3
+        self.tasks = [str(one.get("task", one.get("__index_level_0__"))) for one in tasks]
+        # the first row of each file
+        self._starts: dict[Any, int] = {}
+        for one in self.episodes.values():
+            self._starts.setdefault(_file(one), one.get("dataset_from_index", 0))
+        self._opened = functools.cache(open_parquet)
+        self._flags = functools.lru_cache(1)(self._read_flags)
+
+    def episode(self, index: int) -> File:
+        """Return the arrays of an episode."""
+        names = ["observations", "rewards", *_FLAGS, *self._kinds]
+        return File(self._root, names, functools.partial(self._array, index))
+
+    def _array(self, index: int, name: str) -> Any:
+        one, kinds = self.episodes[index], self._kinds
+        length = one["length"]
+        if name == "observations":
+            own = [key for key in kinds if key.startswith("observation.")]
+            return {key.removeprefix("observation."): self._array(index, key) for key in own}
+        if name == "rewards":
+            has_reward = "next.reward" in kinds
+            return self._array(index, "next.reward") if has_reward else np.zeros(length, np.float32)
+        if name in _FLAGS:
+            return Forward(length, lambda _: iter([self._flags(index)[_FLAGS.index(name)]]))
+        if kinds[name] == "video":
+            time = one.get(f"videos/{name}/from_timestamp", 0.0)
+            path = self._path("video_path", index, f"videos/{name}")
+            return Forward(length, functools.partial(_frames, path, time, self._fps))
+        whole = self._opened(self._path("data_path", index, "data"))[name]
+        return _Part(whole, one.get("dataset_from_index", 0) - self._starts[_file(one)], length)
+
+    def _path(self, kind: str, index: int, key: str) -> Path:
+        """Return the path of an episode's file."""
+        one = self.episodes[index]
+        return self._root / self._info[kind].format(
+            chunk_index=one.get(f"{key}/chunk_index"),
+            file_index=one.get(f"{key}/file_index"),
+            episode_index=index,
+            episode_chunk=index // self._info.get("chunks_size", 1000),
+            video_key=key.removeprefix("videos/"),
+        )
+
+    def _read_flags(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Read which rows are terminated, and which are truncated."""
+        none = np.zeros(self.episodes[index]["length"], bool)
         terminated, success, truncated, done = (
-            read.get(name, none).astype(bool).reshape(length) for name in _FLAGS
+            self._array(index, name)[: len(none)].reshape(len(none)).astype(bool)
+            if (name := f"next.{flag}") in self._kinds
+            else none
+            for flag in ("terminated", "success", "truncated", "done")
         )
-        is_end = done | truncated
-        terminated = terminated | (success & is_end)
-        yield Rows(
-            obs={name.removeprefix("observation."): read[name] for name in observations},
-            action=read["action"],
-            reward=read.get("next.reward", np.zeros(length, np.float32)).reshape(length),
-            terminated=terminated,
-            truncated=is_end & ~terminated,
-            part=read["episode_index"],
-        )
+        terminated = terminated | (success & (done | truncated))
+        return terminated, (done | truncated) & ~terminated
 
 
-def _is_numeric(kind: Any) -> bool:
-    import pyarrow
+class _Part:
+    """Consecutive rows of an array."""
 
-    while pyarrow.types.is_list(kind) or pyarrow.types.is_fixed_size_list(kind):
-        kind = kind.value_type
-    return (
-        pyarrow.types.is_integer(kind)
-        or pyarrow.types.is_floating(kind)
-        or pyarrow.types.is_boolean(kind)
-    )
+    def __init__(self, whole: Forward, start: int, length: int):
+        self._whole, self._start = whole, start
+        self.shape, self.dtype = (length, *whole.shape[1:]), whole.dtype
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        start, stop, _ = part.indices(self.shape[0])
+        return self._whole[self._start + start : self._start + stop]
 
 
-def _array(column: Any) -> np.ndarray:
-    """Return a column of numbers, or of lists of equal length, as [K, ...]."""
-    import pyarrow
+def _file(one: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the numbers of the file with an episode's rows; version 2 has one for each episode."""
+    return one.get("data/chunk_index"), one.get("data/file_index", one["episode_index"])
 
-    shape = [len(column)]
-    while pyarrow.types.is_list(column.type) or pyarrow.types.is_fixed_size_list(column.type):
-        inner = column.flatten()
-        shape.append(len(inner) // max(int(np.prod(shape)), 1))
-        column = inner
-    return column.to_numpy(zero_copy_only=False).reshape(shape)
+
+def _table(path: Path) -> list[dict[str, Any]]:
+    """Read rows of a table without statistics: JSON lines of version 2, or Parquet files."""
+    if (lines := path.with_suffix(".jsonl")).exists():
+        return [json.loads(line) for line in lines.read_text().splitlines()]
+    parquet = imported("open_lerobot", "pyarrow.parquet", "lerobot")
+    rows = []
+    for file in sorted(path.rglob("*.parquet")) or [path.with_suffix(".parquet")]:
+        with parquet.ParquetFile(file) as opened:
+            names = [name for name in opened.schema_arrow.names if not name.startswith("stats/")]
+            rows += opened.read(names).to_pylist()
+    return rows
+
+
+def _frames(path: Path, time: float, fps: float, start: int) -> Iterator[np.ndarray]:
+    """Yield the frames of a video, uint8[1, H, W, 3] each.
+
+    Args:
+      path: Path of the video.
+      time: Time of the episode's first frame, in seconds.
+      fps: Frames a second.
+      start: Number of the first frame to yield.
+    """
+    av = imported("open_lerobot", "av", "lerobot")
+    with av.open(str(path)) as container:
+        if not container.streams.video:
+            raise ValueError(f"{path} has no video")
+        stream = container.streams.video[0]
+        stream.thread_type = "AUTO"
+        expected = time + start / fps
+        container.seek(int(expected / stream.time_base), stream=stream)  # the key frame before it
+        for frame in container.decode(stream):
+            if frame.time < expected - 0.5 / fps:
+                continue
+            if frame.time > expected + 0.5 / fps:
+                raise ValueError(f"{path} has no frame at {expected:.3f} seconds")
+            yield frame.to_ndarray(format="rgb24")[None]
+            expected += 1 / fps

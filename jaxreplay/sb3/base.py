@@ -17,7 +17,7 @@ from stable_baselines3.common import buffers
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
-from jaxreplay.datasets.episodes import Episode, steps_of
+from jaxreplay.datasets.episodes import Episode, episode_parts, steps_of
 from jaxreplay.inspection.contents import resets_of
 from jaxreplay.samplers import Sampler
 from jaxreplay.samplers.uniform import Uniform
@@ -276,7 +276,8 @@ class DropInBuffer(buffers.ReplayBuffer):
         Raises:
           ValueError: There is no transition, or an array does not fit the spaces.
         """
-        steps = [steps_of("add_episodes", one, "same_step") for one in episodes]
+        parts = episode_parts("add_episodes", episodes)
+        steps = [step for _, rows in parts for step, _ in steps_of(rows, "same_step")]
         if not (total := sum(len(one.terminated) for one in steps)):
             raise ValueError("add_episodes: the episodes have no transitions")
         whole = jax.tree.map(lambda *leaves: np.concatenate(leaves), *steps)

@@ -1,0 +1,63 @@
+"""Recipes for data that others have published: copy the function that you need.
+
+    state = jaxreplay.datasets.from_episodes(open_x(source), buffer)
+
+Each is small, since `jaxreplay.datasets.from_arrays` reads whatever has arrays by name. `make
+datasets` tries them on files that the other libraries wrote.
+
+References:
+  O'Neill et al., "Open X-Embodiment" (2023); Ramos et al., "RLDS" (2021).
+  Park et al., "OGBench: Benchmarking Offline Goal-Conditioned RL" (2025).
+  Mandlekar et al., "What Matters in Learning from Offline Human Demonstrations" (2021): robomimic.
+  Chi et al., "Diffusion Policy" (2023).
+"""
+
+import jax
+import numpy as np
+
+from jaxreplay import datasets
+
+
+def open_x(source, keys=None):
+    """Yield the episodes of an RLDS dataset, such as Open X-Embodiment's.
+
+    Its last step has the final observation, and no action. `source` may be
+    `tfds.data_source(name, split="train")`, which needs no TensorFlow, or
+    `tfds.as_numpy(tfds.load(name, split="train"))`. `keys` are those of the observation: a text
+    cannot be stored.
+    """
+    for number, episode in enumerate(source):
+        steps = [*episode["steps"]]
+        obs = [
+            {key: step["observation"][key] for key in keys or step["observation"]} for step in steps
+        ]
+        is_end = np.arange(1, len(steps)) == len(steps) - 1
+        is_terminated = is_end & bool(steps[-1]["is_terminal"])
+        stacked = lambda values: jax.tree.map(lambda *leaves: np.stack(leaves), *values)
+        yield datasets.Episode(
+            stacked(obs),
+            stacked([step["action"] for step in steps[:-1]]),
+            np.float32([step["reward"] for step in steps[:-1]]),
+            is_terminated,
+            is_end & ~is_terminated,
+            id=number,
+        )
+
+
+def ogbench(path, buffer):
+    """Return the state of an OGBench file. A row with a flag has its episode's final observation,
+    and there are no rewards: relabel them, with `jr.hindsight` or `jr.transform`."""
+    file = datasets.open_npz(path)
+    return datasets.from_arrays(file, buffer, names={"reward": None}, final_rows=True)
+
+
+def robomimic(file, buffer):
+    """Return the state of a robomimic file, `h5py.File(path)`: a group for each demonstration."""
+    return datasets.from_arrays(file["data"], buffer)
+
+
+def diffusion_policy(group, buffer):
+    """Return the state of the data of a diffusion policy, `zarr.open(path)`."""
+    names = {"obs": {"image": "data/img", "state": "data/state"}, "action": "data/action"}
+    names |= {"reward": None, "episode_ends": "meta/episode_ends"}
+    return datasets.from_arrays(group, buffer, names=names)

@@ -1,0 +1,349 @@
+"""Import of anything that has arrays by name: files, folders, and dicts."""
+
+import contextlib
+import math
+import operator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+
+from jaxreplay._util.aliases import PyTree
+from jaxreplay.buffers.replay_buffer import ReplayBuffer
+from jaxreplay.datasets.episodes import BLOCK_BYTES, Deal, Rows, cut, episode_parts, fill, steps_of
+from jaxreplay.storage.state import ReplayState
+
+# the usual names of each field, the first that is there
+_NAMES = {
+    "episode_ends": ("episode_ends",),
+    "episode": ("episode_index", "episode_id"),
+    "obs": ("observations", "obs", "observation"),
+    "action": ("actions", "action"),
+    "reward": ("rewards", "reward"),
+    "terminated": ("terminations", "terminated", "terminals", "dones", "done"),
+    "truncated": ("truncations", "truncated", "timeouts"),
+    "next_obs": ("next_observations", "next_obs"),
+    "extras": (),
+}
+_REQUIRED = "obs", "action", "reward", "terminated"
+_FLAGS = "terminated", "truncated"
+
+
+def from_arrays(
+    arrays: Any,
+    buffer: ReplayBuffer,
+    example: PyTree = None,
+    *,
+    names: Mapping[str, PyTree] | None = None,
+    final_rows: bool = False,
+    into: ReplayState | None = None,
+    progress: bool | None = None,
+) -> ReplayState:
+    """Return a buffer's state with all transitions of some arrays, such as those of a file.
+
+    They are read a few rows at a time, so that `arrays` may be larger than memory: whatever slices
+    by rows, and has a shape and a dtype, is an array. An episode ends at a flag, at a row of
+    `episode_ends` and, with next observations, where one is not the next row's observation. Without
+    them, the final observation of a truncated episode is unknown: its last observation is taken,
+    and its last transition is left out.
+
+    Args:
+      arrays: Mapping of arrays [N, ...] by name, such as an `h5py.File`, a zarr group, what
+        `open_npz` returns, or a dict. Or a mapping of such mappings, one an episode, whose
+        observations may have N + 1 rows. Or a list of such mappings, one an env.
+      buffer: A `ReplayBuffer` of steps with any `num_envs` and `autoreset`.
+      example: One env's step, as for `buffer.init`. Default: the arrays' shapes and dtypes, cut to
+        32 bits while `jax_enable_x64` is off.
+      names: Names of arrays by "obs", "action", "reward", "terminated", "truncated", "next_obs",
+        "episode_ends" and "extras". A name may be a path, such as "data/action"; of a group, it
+        means a dict of all arrays in it. Instead of a name, there may be a pytree of names, such as
+        `{"obs": {"image": "img", "state": "data/state"}}`. Flags of several agents are joined: all
+        must be set. `episode_ends` are the numbers of the rows after each episode. Default: the
+        usual names, such as "observations", "terminals" and "timeouts", and no extras. Without
+        rewards, they are 0.
+      final_rows: The row with a flag holds its episode's final observation and is no step, as in
+        OGBench's files; each end is then a truncation, and next observations are not read.
+        Default: False.
+      into: State of the buffer to add to, as for `from_episodes`. Donated. Default: an empty one.
+      progress: If True, show a progress bar. Default: only in a terminal, if tqdm is installed.
+
+    Returns:
+      The state.
+
+    Raises:
+      ImportError: There shall be a progress bar, and tqdm is not installed.
+      ValueError: An array is missing, cannot be read, has no rows, another number of them than the
+        others, or no numbers; flags are not 0 or 1; or as for `from_episodes`.
+
+    Example:
+      >>> import numpy as np, jaxreplay as jr
+      >>> from jaxreplay.datasets import from_arrays
+      >>> ends = np.array([False, False, True, False, False, True])
+      >>> arrays = {"observations": np.arange(6.0), "actions": np.zeros(6), "terminals": ends}
+      >>> buffer = jr.uniform(capacity=8, batch_size=2, autoreset="next_step")
+      >>> state = from_arrays(arrays, buffer, final_rows=True)
+      >>> int(buffer.size(state))  # two transitions of each episode
+      4
+    """
+    parts = _parts("from_arrays", arrays, names, final_rows)
+    total = getattr(arrays, "total_steps", None)
+    return fill(
+        "from_arrays",
+        parts,
+        buffer,
+        example,
+        into=into,
+        final_rows=final_rows,
+        progress=progress,
+        total=total,
+    )
+
+
+def required_capacity(
+    source: Any,
+    num_envs: int = 1,
+    autoreset: str | None = "next_step",
+    *,
+    names: Mapping[str, PyTree] | None = None,
+    final_rows: bool = False,
+) -> int:
+    """Return the smallest capacity of a buffer that takes all rows of a source.
+
+    It reads the flags, and the observations if the source has next observations.
+
+    Args:
+      source: Arrays, as for `from_arrays`, or episodes, as for `from_episodes`.
+      num_envs: Number of envs of the buffer. Default: 1.
+      autoreset: That of the buffer. Default: "next_step".
+      names: As for `from_arrays`. Default: the usual names.
+      final_rows: As for `from_arrays`. Default: False.
+
+    Raises:
+      ValueError: As for `from_arrays`.
+
+    Example:
+      >>> import numpy as np
+      >>> from jaxreplay.datasets import required_capacity
+      >>> ends = np.array([False, False, True, False, False, True])
+      >>> arrays = {"observations": np.arange(6.0), "actions": np.zeros(6), "terminals": ends}
+      >>> required_capacity(arrays)  # six transitions, and two final observations
+      8
+    """
+    deal = Deal(num_envs, autoreset)
+    for _, blocks in _parts("required_capacity", source, names, final_rows, counts=True):
+        for _, is_last in steps_of(blocks, autoreset, final_rows):
+            list(deal.places(is_last))
+    return num_envs * max(deal.used)
+
+
+def _parts(
+    called: str,
+    source: Any,
+    names: Mapping[str, PyTree] | None,
+    final_rows: bool,
+    counts: bool = False,
+) -> Iterator[tuple[str, Iterable[Rows]]]:
+    """Yield the name of each part of a source, and its rows.
+
+    Args:
+      called: Name of the called function, for errors.
+      source: Arrays or episodes.
+      names: As for `from_arrays`.
+      final_rows: As for `from_arrays`.
+      counts: Read only what tells the number of rows. Default: False.
+    """
+    names = names or {}
+    if unknown := names.keys() - _NAMES.keys():
+        raise ValueError(
+            f"{called}: names has {', '.join(sorted(unknown))}; its keys are {', '.join(_NAMES)}"
+        )
+
+    def place(group: Any, *names: str) -> str:
+        path = getattr(getattr(group, "file", group), "filename", None)  # of a group in h5py, too
+        return ": ".join(filter(None, (called, path, *names)))
+
+    def rows(where: str, group: Any, is_episode: bool = False) -> Iterator[Rows]:
+        fields = _fields(where, group, names, is_episode)
+        return _blocks(where, fields, final_rows, counts, is_episode)
+
+    if not _is_group(source):
+        for nth, one in enumerate(source):
+            if _is_group(one):
+                yield f"env {nth}", rows(place(one, f"env {nth}"), one)
+            else:
+                yield from episode_parts(called, [one])
+        return
+    where = place(source)
+    is_by_episode = all(_is_group(source[key]) for key in source)
+    if not is_by_episode or _first(where, source, names, "action") is not None:
+        yield "an episode", rows(where, source)
+        return
+    for key in sorted(source, key=_natural):
+        yield key, rows(place(source, key), source[key], True)
+
+
+def _is_group(found: Any) -> bool:
+    return isinstance(found, Mapping) or (hasattr(found, "keys") and hasattr(found, "__getitem__"))
+
+
+def _natural(key: str) -> list[str]:
+    """Return a key by which demo_2 comes before demo_10."""
+    return [text.zfill(20) for text in re.split(r"(\d+)", key)]
+
+
+class _Array:
+    """An array of a file, [N, ...]."""
+
+    def __init__(self, where: str, name: str, array: Any):
+        self._where, self.name, self._array = f"{where}: {name}", name, array
+        self.shape, dtype = self._tried(lambda: (tuple(array.shape), array.dtype))
+        dtype = np.dtype(getattr(dtype, "numpy_dtype", dtype))  # TensorStore has dtypes of its own
+        if not self.shape or dtype.kind not in "biuf":
+            self._refuse(f"expected numbers [N, ...], got {dtype}{list(self.shape)}")
+        self.row_bytes = dtype.itemsize * math.prod(self.shape[1:])
+
+    def _refuse(self, why: str, cause: BaseException | None = None) -> NoReturn:
+        raise ValueError(f"{self._where}: {why}") from cause
+
+    def _tried(self, read: Callable[[], Any]) -> Any:
+        try:
+            return read()
+        except Exception as error:  # any that a library raises for a damaged file
+            self._refuse(f"cannot be read: {error or type(error).__name__}", error)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        values = self._tried(lambda: np.asarray(self._array[start:stop]))
+        if len(values) < stop - start:
+            self._refuse(f"ends at row {start + len(values)} of {self.shape[0]}")
+        return values
+
+    def read_flags(self, start: int, stop: int) -> np.ndarray:
+        """Read flags, bool[K]: where those of all agents are set."""
+        values = self.read(start, stop)
+        if not (is_flag := (values == 0) | (values == 1)).all():
+            self._refuse(f"flags are 0 or 1, got {values[~is_flag][0]}")
+        return values.reshape(len(values), -1).min(axis=1).astype(bool)
+
+    def read_ends(self, total: int) -> np.ndarray:
+        """Read the numbers of the rows after each episode."""
+        ends = self.read(0, self.shape[0])
+        if ends.ndim > 1 or not len(ends) or ends[-1] != total or (np.diff(ends) < 0).any():
+            self._refuse(f"expected numbers that rise to {total}, the last are {ends[-3:]}")
+        return ends
+
+
+def _found(where: str, group: Any, name: PyTree) -> PyTree:
+    """Return the `_Array` of a name, or a pytree of them.
+
+    Raises:
+      KeyError: There is none.
+    """
+    if not isinstance(name, str):
+        return jax.tree.map(lambda one: _found(where, group, one), name)
+    found = group
+    for key in [name] if name in group else name.split("/"):
+        if not _is_group(found) or key not in found:
+            raise KeyError(name)
+        found = found[key]
+    if _is_group(found):
+        return {key: _found(f"{where}: {name}", found, key) for key in found}
+    return _Array(where, name, np.asarray(found) if isinstance(found, list) else found)
+
+
+def _fields(
+    where: str, group: Any, names: Mapping[str, Any], is_episode: bool
+) -> dict[str, PyTree]:
+    """Return the arrays of each field that there is.
+
+    Args:
+      where: Name of the called function and the file, for errors.
+      group: Arrays by name.
+      names: As for `from_arrays`.
+      is_episode: They are one episode, which needs no flags.
+    """
+    fields = {}
+    for field, usual in _NAMES.items():
+        if (found := _first(where, group, names, field)) is not None:
+            fields[field] = found
+            continue
+        is_needed = field in _REQUIRED and not (
+            field == "terminated" and (is_episode or fields.keys() & {"episode_ends", "episode"})
+        )
+        if names[field] is not None if field in names else is_needed:
+            raise ValueError(
+                f"{where}: there is no array {names.get(field) or ' or '.join(usual)} for {field}; "
+                f"there are {', '.join(sorted(group)) or 'none'}; pass names={{{field!r}: ...}}, "
+                "or None if there is none"
+            )
+    return fields
+
+
+def _first(where: str, group: Any, names: Mapping[str, Any], field: str) -> PyTree:
+    """Return the arrays of a field, or None if there are none."""
+    for name in (names[field],) if field in names else _NAMES[field]:
+        with contextlib.suppress(KeyError):
+            if name is not None:
+                return _found(where, group, name)
+    return None
+
+
+def _blocks(
+    where: str, fields: dict[str, PyTree], final_rows: bool, counts: bool, is_episode: bool
+) -> Iterator[Rows]:
+    """Yield the rows of some arrays, a block at a time.
+
+    Args:
+      where: Name of the called function and the file, for errors.
+      fields: The arrays of each field.
+      final_rows: As for `from_arrays`.
+      counts: Read only what tells the number of rows.
+      is_episode: They are one episode, and may have no row.
+    """
+    episode_ends = fields.pop("episode_ends", None)
+    if final_rows:  # the next observation is the next row's
+        fields.pop("next_obs", None)
+    total = jax.tree.leaves(fields["action"])[0].shape[0]
+    obs = jax.tree.leaves(fields["obs"])
+    is_longer = "next_obs" not in fields and all(array.shape[0] == total + 1 for array in obs)
+    lengths = {
+        array.name: array.shape[0] - (is_longer and array in obs)
+        for array in jax.tree.leaves(fields)
+    }
+    if len(set(lengths.values())) != 1 or not (total or is_episode):
+        text = ", ".join(f"{each.name} {each.shape[0]}" for each in jax.tree.leaves(fields))
+        raise ValueError(f"{where}: arrays need the same number of rows, at least 1, got {text}")
+    ends = None if episode_ends is None else episode_ends.read_ends(total)
+    if counts:
+        compared = fields["obs"] if "next_obs" in fields else ()
+        fields = {**fields, "obs": compared, "action": (), "reward": (), "extras": None}
+    row_bytes = sum(array.row_bytes for array in jax.tree.leaves(fields))
+    most = max(BLOCK_BYTES // max(row_bytes, 1), 1)
+    flags = [fields.pop(field, None) for field in _FLAGS]
+    for start in range(0, total, most):
+        stop = min(start + most, total)
+        none = np.zeros(stop - start, bool)
+        terminated, truncated = (
+            none if array is None else array.read_flags(start, stop) for array in flags
+        )
+        if final_rows:  # a flag says where the episode's rows end, not why
+            terminated, truncated = none, terminated | truncated
+        read = {"reward": none.astype(np.float32), "part": none if is_longer else None}
+        for field, tree in fields.items():
+            one_more = is_longer and field == "obs"
+            read[field] = jax.tree.map(operator.methodcaller("read", start, stop + one_more), tree)
+        if is_longer:
+            read["next_obs"] = cut(read["obs"], 1, None)
+            read["obs"] = cut(read["obs"], 0, -1)
+        if "episode" in read:
+            read["part"] = read.pop("episode").reshape(len(none))
+        if ends is not None:
+            read["part"] = np.searchsorted(ends, np.arange(start, stop), side="right")
+        read["reward"] = jax.tree.map(_narrow, read["reward"])
+        yield Rows(**read, terminated=terminated, truncated=truncated)
+
+
+def _narrow(values: np.ndarray) -> np.ndarray:
+    """Return numbers [K, 1] as [K]."""
+    return values.reshape(len(values)) if values.size == len(values) else values

@@ -1,0 +1,296 @@
+"""Arrays of `.npz` files, Parquet files and flashbax's vaults, read a few rows at a time."""
+
+import bisect
+import functools
+import importlib
+import io
+import itertools
+import json
+import math
+import os
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.lib import format as npy
+
+_READ_BYTES = 2**20  # of one array
+_VAULT = 1  # version of vaults, without what follows the point
+
+
+class File(Mapping[str, Any]):
+    """Arrays of a file or a folder by name, for `from_arrays`; or several such mappings.
+
+    Args:
+      filename: Its path.
+      names: Names of the arrays.
+      make: Returns the array of a name.
+
+    Attributes:
+      filename: Its path.
+      tasks: The text of each task, of a LeRobot dataset. Default: [].
+      total_steps: Number of rows of all mappings. Default: None, unknown.
+    """
+
+    def __init__(self, filename: Any, names: Iterable[str], make: Callable[[str], Any]):
+        self.filename = os.fspath(filename)
+        self._names, self._make = dict.fromkeys(names), make
+        self.tasks: list[str] = []
+        self.total_steps: int | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._make(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class Forward:
+    """Array [N, ...] that is read forward. To go back takes as long as to open it anew.
+
+    Args:
+      length: Number of rows N.
+      opened: Returns the rows from a number on, as arrays.
+    """
+
+    def __init__(self, length: int, opened: Callable[[int], Iterator[np.ndarray]]):
+        self._length, self._opened = length, opened
+        self._forget()
+
+    def _forget(self) -> None:
+        self._blocks: Iterator[np.ndarray] | None = None
+        self._start, self._held = 0, np.zeros(0)  # rows that were read, and have not been asked for
+
+    @functools.cached_property
+    def _spec(self) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        first = self[:1]
+        return (self._length, *first.shape[1:]), first.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._spec[0]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self._spec[1]
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        start, stop, _ = part.indices(self._length)
+        if self._blocks is None or not 0 <= start - self._start <= len(self._held):
+            self._start, self._held, self._blocks = start, np.zeros(0), self._opened(start)
+        parts = [self._held[start - self._start :]]
+        while (
+            sum(map(len, parts)) < stop - start and (block := next(self._blocks, None)) is not None
+        ):
+            parts.append(block)
+        parts = [block for block in parts if len(block)] or parts
+        self._start, self._held = start, np.concatenate(parts) if len(parts) > 1 else parts[0]
+        read = self._held[: stop - start]
+        if stop == self._length:
+            self._forget()
+        return read
+
+
+def open_npz(path: Any) -> File:
+    """Return the arrays of an `.npz` file, compressed or not, for `from_arrays`.
+
+    Args:
+      path: Path of the file.
+
+    Raises:
+      OSError: There is no such file.
+      ValueError: It is damaged, or has an array of objects, or one in Fortran's order.
+
+    Example:
+      >>> import os, tempfile, numpy as np, jaxreplay as jr
+      >>> from jaxreplay.datasets import from_arrays, open_npz, required_capacity
+      >>> path = os.path.join(tempfile.mkdtemp(), "steps.npz")
+      >>> ends = np.array([False, False, True])
+      >>> np.savez(path, observations=np.arange(3.0), actions=ends, rewards=ends, terminals=ends)
+      >>> file = open_npz(path)
+      >>> buffer = jr.uniform(capacity=required_capacity(file), batch_size=2, autoreset="next_step")
+      >>> int(buffer.size(from_arrays(file, buffer)))
+      3
+    """
+    arrays = {}
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for member in archive.namelist():
+                with archive.open(member) as file:
+                    shape, dtype = _npy_header(member, file)
+                opened = functools.partial(_npy_rows, path, member, shape[1:], dtype)
+                arrays[member.removesuffix(".npy")] = Forward(shape[0] if shape else 0, opened)
+    except (ValueError, zipfile.BadZipFile) as error:
+        raise ValueError(f"open_npz: {path}: {error}") from error
+    return File(path, arrays, arrays.__getitem__)
+
+
+def _npy_header(name: str, file: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    read = (
+        npy.read_array_header_1_0 if npy.read_magic(file) == (1, 0) else npy.read_array_header_2_0
+    )
+    shape, is_fortran, dtype = read(file)
+    if dtype.hasobject or (is_fortran and len(shape) > 1):
+        raise ValueError(f"{name}: expected an array of numbers in C order")
+    return shape, dtype
+
+
+def _npy_rows(
+    path: Any, member: str, shape: tuple[int, ...], dtype: np.dtype[Any], start: int
+) -> Iterator[np.ndarray]:
+    row_bytes = max(dtype.itemsize * math.prod(shape), 1)
+    with zipfile.ZipFile(path) as archive, archive.open(member) as file:
+        _npy_header(member, file)
+        file.seek(start * row_bytes, io.SEEK_CUR)
+        while content := file.read(max(_READ_BYTES // row_bytes, 1) * row_bytes):
+            whole = len(content) // row_bytes
+            yield np.frombuffer(content, dtype, whole * math.prod(shape)).reshape(whole, *shape)
+
+
+def open_parquet(path: Any) -> File:
+    """Return the columns of Parquet files, for `from_arrays`; needs `jaxreplay[lerobot]`.
+
+    A column has numbers, lists of equal length, or encoded images, which are decoded to
+    uint8[H, W, C] by Pillow. Others are left out.
+
+    Args:
+      path: Path of a file, or of a folder with files, which follow each other by their names.
+
+    Raises:
+      ImportError: PyArrow is not installed.
+      OSError: There is no such file.
+      ValueError: It is damaged, or the folder has none.
+    """
+    parquet = imported("open_parquet", "pyarrow.parquet", "lerobot")
+    path = Path(path)
+    files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
+    groups, starts, num_rows, num_bytes = [], [], 0, 1
+    fields = {}
+    for file in files:
+        try:
+            with parquet.ParquetFile(file) as opened:
+                about, schema = opened.metadata, opened.schema_arrow
+        except ValueError as error:
+            raise ValueError(f"open_parquet: {file}: {error}") from error
+        fields = fields or {field.name: _decoder(field.type) for field in schema}
+        for nth in range(about.num_row_groups):
+            groups.append((file, nth))
+            starts.append(num_rows)
+            num_rows += about.row_group(nth).num_rows
+            num_bytes += about.row_group(nth).total_byte_size
+    if not num_rows:
+        raise ValueError(f"open_parquet: {path}: there is no row in {len(files)} Parquet files")
+
+    def rows(name: str, decode: Callable[[Any], Iterator[np.ndarray]], start: int) -> Iterator[Any]:
+        first = bisect.bisect_right(starts, start) - 1
+        skip = start - starts[first]
+        for file, some in itertools.groupby(groups[first:], key=lambda group: group[0]):
+            # pages are read when they are needed
+            with parquet.ParquetFile(file, pre_buffer=False, buffer_size=_READ_BYTES) as opened:
+                for batch in opened.iter_batches(
+                    max(_READ_BYTES * num_rows // num_bytes, 1),
+                    row_groups=[nth for _, nth in some],
+                    columns=[name],
+                ):
+                    yield from decode(batch.column(0)[skip:])
+                    skip = max(skip - len(batch), 0)
+
+    arrays = {
+        name: Forward(num_rows, functools.partial(rows, name, decode))
+        for name, decode in fields.items()
+        if decode is not None
+    }
+    return File(path, arrays, arrays.__getitem__)
+
+
+def _decoder(kind: Any) -> Callable[[Any], Iterator[np.ndarray]] | None:
+    """Return what decodes a column of a type, if it can be."""
+    import pyarrow as pa
+
+    if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+        return _images
+    while (
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    ):
+        kind = kind.value_type
+    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    return _numbers if is_number else None
+
+
+def _numbers(column: Any) -> Iterator[np.ndarray]:
+    """Yield a column of numbers, or of lists of equal length, as [K, ...]."""
+    shape = [len(column)]
+    while hasattr(column, "flatten") and hasattr(column.type, "value_type"):
+        if len({*column.value_lengths().to_pylist()}) > 1:
+            raise ValueError("its lists have different lengths")
+        column = column.flatten()
+        shape.append(len(column) // max(math.prod(shape), 1))
+    if column.null_count:
+        raise ValueError("it has rows without a value")
+    yield column.to_numpy(zero_copy_only=False).reshape(shape)
+
+
+def _images(column: Any) -> Iterator[np.ndarray]:
+    """Yield decoded images, [1, H, W, C] each."""
+    image = imported("open_parquet", "PIL.Image", "lerobot")
+    for one in column.field("bytes").to_pylist():
+        decoded = np.asarray(image.open(io.BytesIO(one)))
+        yield decoded.reshape(1, *decoded.shape[:2], -1)
+
+
+def open_vault(path: Any) -> list[File]:
+    """Return the arrays of each env of a flashbax vault, such as OG-MARL's, for `from_arrays`;
+    needs `jaxreplay[checkpoint]`, and not flashbax.
+
+    Args:
+      path: Folder of the vault: `rel_dir/vault_name/vault_uid`.
+
+    Raises:
+      ImportError: TensorStore is not installed.
+      ValueError: The folder holds no vault, or is damaged.
+    """
+    tensorstore = imported("open_vault", "tensorstore", "checkpoint")
+    folder = Path(path).absolute()
+    try:
+        metadata = json.loads((folder / "metadata.json").read_text())
+        shapes, version = metadata["structure_shape"], int(metadata["version"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"open_vault: {folder} is no vault: metadata.json: {error}") from error
+    if version != _VAULT:
+        raise ValueError(f"open_vault: {folder} has version {version}; known are {_VAULT}.x")
+    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 2**25}})
+
+    def opened(name: str) -> Any:
+        kvstore = {"driver": "ocdbt", "base": f"file://{folder}", "path": name}
+        return tensorstore.open({"driver": "zarr", "kvstore": kvstore}, context=context).result()
+
+    def arrays(tree: Any, prefix: str) -> Any:
+        if isinstance(tree, dict):
+            return {key: arrays(below, f"{prefix}{key}.") for key, below in tree.items()}
+        return opened(prefix)
+
+    try:
+        whole, num_rows = arrays(shapes, ""), int(opened("vault_index").read().result()[0])
+    except (ValueError, IndexError) as error:
+        raise ValueError(f"open_vault: {folder} is damaged: {error}") from error
+    envs = range(jax.tree.leaves(whole)[0].shape[0])
+    each = [jax.tree.map(lambda array, env=env: array[env, :num_rows], whole) for env in envs]
+    return [File(folder, one, one.__getitem__) for one in each]
+
+
+def imported(where: str, module: str, extra: str) -> Any:
+    """Import a module of an extra."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"{where} needs {error.name}: pip install 'jaxreplay[{extra}]'"
+        ) from error
