@@ -55,7 +55,7 @@ docs: $(DOCS)/installed
 	$(DOCS)/bin/python -m sphinx -b html -q -E -W --keep-going docs out/docs
 
 examples: $(VENV)/installed
-	set -e; for example in dqn_minimal sharded_dqn multihost_dqn dqn ppo sac atari_frame_stack r2d2 her offline_to_online purejaxrl_dqn torch_dqn actors_dqn sb3_dict_sac resume steps laplacian dreamer_replay rlpd recurrent_ppo vdn grpo; do echo "== $$example"; $(BIN)/python examples/$$example.py; done; $(BIN)/python examples/rlpd.py --framework torch
+	set -e; for example in dqn_minimal sharded_dqn multihost_dqn dqn ppo sac atari_frame_stack r2d2 her offline_to_online purejaxrl_dqn torch_dqn actors_dqn robot sb3_dict_sac resume steps laplacian dreamer_replay rlpd recurrent_ppo vdn grpo; do echo "== $$example"; $(BIN)/python examples/$$example.py; done; $(BIN)/python examples/rlpd.py --framework torch
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -135,7 +135,7 @@ PART_damage := extras checkpoint_damage checkpoint_faults checkpoint_rewind
 PART_hostile := checkpoint_hostile
 PART_disk := checkpoint_failing_disk checkpoint_writers tiered_disk
 PART_signals := checkpoint_interrupts
-PART_resize := resize changed_buffer
+PART_resize := resize changed_buffer opened
 PART_examples := examples
 PART_compat := flashbax brax orbax
 PART_gpu := oracle_streams laws $(AS_ON_ONE_CORE)

@@ -69,6 +69,7 @@ from jaxreplay.samplers import (
     WithoutReplacement,
 )
 from jaxreplay.samplers.blend import blend
+from jaxreplay.stateful.opened import open
 from jaxreplay.stateful.replay import Replay
 from jaxreplay.storage.state import ReplayState
 from jaxreplay.targets import gae, masked_mean, sequence_priority, vtrace
@@ -111,6 +112,7 @@ __all__ = [
     "jit",
     "masked_mean",
     "mix",
+    "open",
     "plan",
     "prioritized",
     "relabel",

@@ -138,6 +138,30 @@ def test_the_capacity_that_a_source_needs(form, tmp_path):
                 datasets.from_arrays(file, smaller)
 
 
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_rows_go_to_files_too(num_envs, tmp_path):
+    """Data that exceeds memory, once; then its folder is opened."""
+    obs, next_obs, action, reward, end, cut = made(5)
+    rows = {"action": action, "reward": reward, "done": end, "truncated": cut, "obs": obs}
+    rows |= {"next_obs": next_obs}
+    options = {"num_envs": num_envs, "batch_size": 8, "gamma": 0.5, "autoreset": "next_step"}
+    replay = jr.uniform(capacity=300, allow_mask=num_envs > 1, **options)
+    tier = jr.tiered(replay, rows=tmp_path / "rows")
+    state = datasets.from_arrays(rows, tier)
+    assert transitions(replay, tier.whole(state)) == expected(made(5))
+    more = {name: values[::-1] for name, values in rows.items() if name != "next_obs"}
+    with pytest.raises(ValueError, match="capacity=300 is too small"):
+        datasets.from_arrays(dict.fromkeys(rows, np.zeros(400)), tier, into=state)
+    tier.close()
+    example = jr.Step(np.float32(0), np.int32(0), np.float32(0), terminated=False, truncated=False)
+    with jr.Replay(replay, rows=tmp_path / "rows", example=example) as opened:
+        assert len(opened) == len(expected(made(5)))
+    if num_envs > 1:
+        tier = jr.tiered(jr.uniform(capacity=300, **options), rows="host")
+        with pytest.raises(ValueError, match="tiered buffer of several envs needs allow_mask=True"):
+            datasets.from_arrays(more, tier)
+
+
 @FORMS
 def test_a_file_without_next_observations(form, monkeypatch):
     """As D4RL's: the last transition of a truncated episode is left out, and no pair is false."""

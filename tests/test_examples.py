@@ -2,10 +2,13 @@
 `make examples` and `make soak`."""
 
 import importlib.util
+import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -261,3 +264,46 @@ def test_a_killed_run_resumes_with_identical_returns(tmp_path):
     assert int(printed["chunks"]) == (12 if SOAK else 3)
     assert int(printed["chunks of the killed run"]) >= int(printed["chunks"])
     assert float(printed["largest difference"]) == 0
+
+
+@pytest.mark.thorough
+def test_a_robot_arrives(run):
+    """An untrained arm arrives in about 15 of 100 tests."""
+    figures = run("robot", "--steps", "1500", "--target", "0")
+    assert figures["updates"] == (12_000 if SOAK else 3_000)
+    assert figures["arriving"] >= (0.95 if SOAK else 0.4)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not pathlib.Path("/proc/self/task").exists(), reason="Linux tells of children")
+def test_a_robots_run_survives_a_kill_of_its_actor_and_of_its_learner(tmp_path):
+    """It goes on with another actor, and then from the newest checkpoint."""
+    command = [sys.executable, EXAMPLES / "robot.py", "--steps", "1000", "--target", "0"]
+    command += ["--folder", tmp_path / "run", "--out", tmp_path / "robot.png"]
+
+    def wait_for_a_save(process, before=()):
+        deadline = time.monotonic() + 240
+        while {*(tmp_path / "run" / "replay").rglob("*.json")} <= {*before}:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        return {*(tmp_path / "run" / "replay").rglob("*.json")}
+
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        saves = wait_for_a_save(process)
+        children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+        actors = [
+            int(child)
+            for child in children.split()
+            if b"spawn_main" in pathlib.Path(f"/proc/{child}/cmdline").read_bytes()
+        ]
+        assert actors
+        for actor in actors:
+            os.kill(actor, signal.SIGKILL)
+        for _ in range(2):
+            saves = wait_for_a_save(process, saves)
+        process.kill()
+    printed = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert re.search(r"^updates +2,000$", printed.stdout, re.MULTILINE)
+    started_at = re.search(r"\| (\d+)/2000 ", printed.stderr)
+    assert 600 <= int(started_at[1]) < 2000

@@ -193,6 +193,20 @@ def read(
         content = _decompressed(name, checked(store, name, sums), num_bytes, memory)
     else:
         content = checked(store, name, sums, memory)
+    return arrays_of(name, content, wanted)
+
+
+def arrays_of(name: str, content: np.ndarray, wanted: Mapping[str, Spec]) -> dict[str, np.ndarray]:
+    """Return views of arrays of a file's content.
+
+    Args:
+      name: The file, for errors.
+      content: uint8[size], as it was before compression.
+      wanted: Shapes and dtypes of arrays, by name.
+
+    Raises:
+      CorruptCheckpointError: It has other arrays.
+    """
     begin = 8 + int.from_bytes(content[:8].tobytes(), "little")
     try:
         header = msgspec.json.decode(content[8:begin].tobytes(), type=dict[str, _Entry])

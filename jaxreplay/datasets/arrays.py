@@ -53,7 +53,7 @@ def from_arrays(
       arrays: Mapping of arrays [N, ...] by name, such as an `h5py.File`, a zarr group, what
         `open_npz` returns, or a dict. Or a mapping of such mappings, one an episode, whose
         observations may have N + 1 rows. Or a list of such mappings, one an env.
-      buffer: A `ReplayBuffer` of steps with any `num_envs` and `autoreset`.
+      buffer: As for `from_episodes`.
       example: One env's step, as for `buffer.init`. Default: the arrays' shapes and dtypes, cut to
         32 bits while `jax_enable_x64` is off.
       names: Names of arrays by "obs", "action", "reward", "terminated", "truncated", "next_obs",

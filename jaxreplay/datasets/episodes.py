@@ -20,6 +20,7 @@ from jaxreplay._util.pow2 import power_below
 from jaxreplay.buffers.jitted import jit
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import example_of
+from jaxreplay.buffers.tiered import Tiered
 from jaxreplay.storage.state import ReplayState
 from jaxreplay.types import Step
 
@@ -92,7 +93,8 @@ def from_episodes(
     Args:
       episodes: `Episode`s, or objects with their fields, such as those of a `minari.MinariDataset`,
         whose infos are left out.
-      buffer: A `ReplayBuffer` of steps with any `num_envs` and `autoreset`.
+      buffer: A `ReplayBuffer` of steps with any `num_envs` and `autoreset`; or a `jaxreplay.tiered`
+        one, whose rows go to the host's memory or to files.
       example: One env's step, as for `buffer.init`. Default: shapes and dtypes of the first
         episode, cut to 32 bits while `jax_enable_x64` is off; or those of `into`.
       into: State of the buffer, to whose rows the episodes are added. Donated. Its unfinished
@@ -152,13 +154,19 @@ def fill(
       progress: As for `from_episodes`.
       total: Number of rows, for the progress bar. Default: unknown.
     """
-    check_buffer(where, buffer)
+    plain = buffer.buffer if isinstance(buffer, Tiered) else buffer
+    check_buffer(where, plain)
+    state, num_envs, form = None, plain.num_envs, plain.autoreset
     # Envs get episodes of different lengths, so some take no step.
-    masked = dataclasses.replace(buffer, allow_mask=buffer.num_envs > 1 or buffer.allow_mask)
-    state, num_envs, form = None, buffer.num_envs, buffer.autoreset
+    has_mask, calls = num_envs > 1 or plain.allow_mask, buffer
+    if not isinstance(buffer, Tiered):
+        calls = jit(dataclasses.replace(buffer, allow_mask=has_mask))
+        into = into if into is None else calls.adopt(into)
+    elif has_mask > plain.allow_mask:
+        raise ValueError(f"{where}: the tiered buffer of several envs needs allow_mask=True")
     if into is not None:
         example = example_of(into.layout, into.rows.steps) if example is None else example
-        state = jit(masked).end_streams(jit(masked).adopt(into))
+        state = calls.end_streams(into)
     waiting: list[list[Step]] = [[] for _ in range(num_envs)]
     counts = [0] * num_envs  # steps that wait
     deal, dtypes, most = Deal(num_envs, form), {}, 0
@@ -169,27 +177,28 @@ def fill(
                     example = _example_of(steps) if example is None else example
                     specs = named(checks.specs(where, example))
                     dtypes = {leaf: np.dtype(spec.dtype) for leaf, spec in specs}
-                    most = _num_steps_at_once(steps, buffer)
+                    most = _num_steps_at_once(steps, plain)
                 steps = _fitted(f"{where}: {name}", steps, dtypes)
-                state = masked.init(example) if state is None else state
+                state = calls.init(example) if state is None else state
                 for env, start, stop in deal.places(is_last):
-                    if deal.used[env] > buffer.length:
+                    if deal.used[env] > plain.length:
                         of_env = f" in each of {num_envs} envs" if num_envs > 1 else ""
                         raise ValueError(
-                            f"{where}: capacity={buffer.capacity} is too small: {name} reaches row "
-                            f"{deal.used[env]:,} of {buffer.length:,}{of_env}; datasets."
+                            f"{where}: capacity={plain.capacity} is too small: {name} reaches row "
+                            f"{deal.used[env]:,} of {plain.length:,}{of_env}; datasets."
                             "required_capacity says how many are needed"
                         )
                     waiting[env].append(cut(steps, start, stop))
                     counts[env] += stop - start
                 while sum(counts) >= most * num_envs:
-                    state = _extended(masked, state, waiting, counts, most)
+                    state = calls.extend(state, *_taken(waiting, counts, most, has_mask))
                 update(len(is_last))
         if state is None or not most:
             raise ValueError(f"{where}: there is no transition")
         while left := max(counts):  # powers of two: each size is compiled
-            state = _extended(masked, state, waiting, counts, min(most, power_below(left)))
-    return jit(buffer).adopt(state)
+            size = min(most, power_below(left))
+            state = calls.extend(state, *_taken(waiting, counts, size, has_mask))
+    return jit(buffer).adopt(state) if plain is buffer else state
 
 
 class Deal:
@@ -401,15 +410,11 @@ def _fitted(what: str, steps: Step, dtypes: Mapping[str, Any]) -> Step:
     return jax.tree.unflatten(tree, [fitted(name, leaf) for name, leaf in named(steps)])
 
 
-def _extended(
-    buffer: ReplayBuffer,
-    state: ReplayState,
-    waiting: list[list[Step]],
-    counts: list[int],
-    size: int,
-) -> ReplayState:
-    """Add the next `size` steps of each env, and return the state. `waiting` steps and their
-    `counts` lose those that are added."""
+def _taken(
+    waiting: list[list[Step]], counts: list[int], size: int, has_mask: bool
+) -> tuple[Step, np.ndarray | None]:
+    """Return the next `size` steps of each env, leaves [size, E, ...], and their mask. They wait no
+    longer, nor are they counted."""
     blocks, mask = [], np.zeros((size, len(waiting)), bool)
     some = next(filter(None, waiting))[:1]
     for env, own in enumerate(waiting):
@@ -421,7 +426,7 @@ def _extended(
         counts[env] -= num_steps
         own[:] = [cut(joined, num_steps, None)] if counts[env] else []
     block = jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *blocks)
-    return jit(buffer).extend(state, block, mask if buffer.allow_mask else None)
+    return block, mask if has_mask else None
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from jaxreplay.actors.block import places_of
 from jaxreplay.buffers.jitted import method
 from jaxreplay.buffers.mixture import Mixture
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
-from jaxreplay.buffers.tiered import tiered
+from jaxreplay.buffers.tiered import Tiered, tiered
 from jaxreplay.host import arrays as host_arrays
 from jaxreplay.host.arrays import as_stored
 from jaxreplay.inspection import Inspection, inspect
@@ -140,7 +140,11 @@ class Replay:
             self._owner = (
                 StateOwner(buffer, Draws(seed), device)
                 if rows == "device"
-                else TieredOwner(tiered(buffer, rows=rows), Draws(seed), ahead=prefetch > 0)
+                else TieredOwner(
+                    rows if isinstance(rows, Tiered) else tiered(buffer, rows=rows),
+                    Draws(seed),
+                    ahead=prefetch > 0,
+                )
             )
             self._owners = {None: self._owner}
         self._limiter = (

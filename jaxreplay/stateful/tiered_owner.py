@@ -81,6 +81,9 @@ class TieredOwner(StateOwner):
         own = jax.tree.map(jax.numpy.copy, self.tier.whole(state))
         return self.tier.adopt(method("merge")(self.tier.whole_buffer, own, other))
 
+    def stage(self, step: PyTree, mask: Any, priority: Any) -> int | None:
+        return None if self.tier.is_read_only else super().stage(step, mask, priority)
+
     def _extend_for(self, length: int) -> Any:
         return self._methods["extend"]
 

@@ -1,0 +1,160 @@
+"""Rows of a checkpoint that are sampled where they lie: batches are those of a replay that loaded
+them."""
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jaxreplay as jr
+from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError
+from tests.buffers.test_tiered import FEW, check_equal
+from tests.conftest import ALL
+from tests.support.buffers import CATALOG
+from tests.support.replays import output_of
+from tests.support.steps import plain_step
+
+CASES = [case for case in CATALOG if ALL or case.name in (*FEW[:3], "items")]
+
+
+@pytest.mark.parametrize("level", [None, 1], ids=["mapped", "compressed"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_batches_are_those_of_a_replay_that_loaded_the_rows(case, level, tmp_path):
+    """Over several saves and wraps, with the priorities that were saved. A cache of one file is
+    slow, and changes nothing."""
+    buffer = case.replay()
+    program = jr.jit(buffer)
+    state = program.init(case.example())
+    checkpointer = Checkpointer(tmp_path, buffer, compression_level=level, progress=False)
+    for turn in range(6):
+        for _ in range(turn):
+            state = program.extend(state, case.step(turn, time=3), *case.mask(buffer, turn, 3))
+        checkpointer.save(state, turn)
+    loaded = jr.Replay(buffer, example=case.example(), seed=3, framework="numpy")
+    loaded.load(tmp_path)
+    example = case.example()
+    with jr.open(
+        tmp_path, buffer, example=example, seed=3, framework="numpy", cache_bytes=1
+    ) as opened:
+        opened._owner.draws.num = loaded._owner.draws.num
+        assert len(opened) == len(loaded) > 0
+        for turn in range(4):
+            batches = opened.sample(), loaded.sample()
+            check_equal(*batches)
+            check_equal(opened.get(batches[0].index), loaded.get(batches[1].index))
+            if "priorit" in case.name:
+                priority = np.linspace(1, 2 + turn, buffer.batch_size, dtype=np.float32)
+                for replay, batch in zip((opened, loaded), batches, strict=True):
+                    replay.update_priorities(batch.index, priority)
+
+
+def made(path, level=None, num_steps=40, member=None):
+    """Save steps of two envs whose observations are a dict and bfloat16, and return the buffer."""
+    buffer = jr.uniform(capacity=64, num_envs=2, batch_size=16, autoreset="next_step", gamma=0.5)
+    number = np.arange(num_steps * 2, dtype=np.float32).reshape(num_steps, 2)
+    obs = {"x": number, "deep": {"y": number.astype(ml_dtypes.bfloat16)}}
+    steps = plain_step(number).replace(obs=obs, extras={"z": number})
+    example = jax.tree.map(lambda leaf: leaf[0, 0], steps)
+    state = jr.jit(buffer).extend(buffer.init(example), steps)
+    saved, whole = (state, buffer)
+    if member:
+        saved, whole = {member: state}, jr.mix(**{member: (buffer, 16)})
+    Checkpointer(path, whole, compression_level=level, progress=False).save(saved, 7)
+    return buffer
+
+
+def test_the_example_is_that_of_the_checkpoint_and_the_view_may_be_another(tmp_path):
+    made(tmp_path / "a", member="demos")
+    view = jr.prioritized(
+        capacity=8, batch_size=32, n_step=3, gamma=1.0, autoreset="same_step", alpha=0.5
+    )
+    with jr.open(tmp_path / "a", view, member="demos", framework="numpy", seed=0) as replay:
+        assert replay.buffer.num_envs == 2
+        batch = replay.sample()
+    found, valid = batch.experience, batch.is_valid
+    assert valid.all()
+    np.testing.assert_array_equal(found.obs["x"], found.extras["z"])
+    assert found.obs["deep"]["y"].dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(found.next_obs["x"], found.obs["x"] + 6)
+    np.testing.assert_array_equal(found.reward, 3 * found.obs["x"] + 6)
+    with pytest.raises(ValueError, match="checkpoint of a Mixture: pass member= one of demos"):
+        jr.open(tmp_path / "a", view)
+
+
+def test_what_would_change_rows_is_refused(tmp_path):
+    buffer = made(tmp_path)
+    with jr.open(tmp_path, buffer, framework="numpy") as replay:
+        index = replay.sample().index
+        step = plain_step(np.zeros(2, np.float32))
+        step = step.replace(obs={"x": step.obs, "deep": {"y": step.obs}}, extras={"z": step.obs})
+        for call in (
+            lambda: replay.add(step),
+            lambda: replay.write(index, {"reward": np.zeros(16, np.float32)}),
+            replay.clear,
+            lambda: replay.merge(buffer.init(jax.tree.map(lambda leaf: leaf[0], step))),
+            lambda: replay.save(tmp_path / "other"),
+        ):
+            with pytest.raises(ValueError, match=r"the rows of .* are opened to be read"):
+                call()
+        assert replay.sample().is_valid.all()
+    items = jr.items(capacity=64, batch_size=4)
+    with pytest.raises(ValueError, match="open: buffer must be a ReplayBuffer"):
+        jr.open(tmp_path, jr.mix(a=(items, 4)))
+    other = plain_step(np.float32(0))
+    with pytest.raises(ValueError, match="obs"):
+        jr.open(tmp_path, buffer, example=other)
+    with pytest.raises(FileNotFoundError, match="no checkpoint of step 3"):
+        jr.open(tmp_path, buffer, step=3)
+
+
+@pytest.mark.parametrize("level", [None, 1])
+def test_damage_is_told(level, tmp_path):
+    """A file that is cut or gone; and of a compressed one any byte."""
+    buffer = made(tmp_path, level)
+    (file,) = (tmp_path / "rows").iterdir()
+    whole = file.read_bytes()
+    for content in (whole[:-1], b"", *([whole[:90] + b"\0" + whole[91:]] if level else [])):
+        file.write_bytes(content)
+        with pytest.raises(CorruptCheckpointError, match=file.name):
+            jr.open(tmp_path, buffer)
+    file.unlink()
+    with pytest.raises(CorruptCheckpointError, match=file.name):
+        jr.open(tmp_path, buffer)
+
+
+def test_an_index_of_rows_in_files_has_no_rows_to_open(tmp_path):
+    buffer = jr.uniform(capacity=64, num_envs=2, batch_size=16, autoreset="next_step")
+    step = plain_step(np.zeros(2, np.float32))
+    with jr.Replay(buffer, rows=tmp_path / "rows") as replay:
+        replay.add(step)
+        replay.save(tmp_path / "index")
+    with pytest.raises(ValueError, match="index of rows in files; open their folder"):
+        jr.open(tmp_path / "index", buffer)
+
+
+def test_rows_are_not_loaded(tmp_path):
+    """160 MB of rows: a process that samples them has little more memory than one that does not."""
+    code = """
+import resource, sys
+import jax, numpy as np, jaxreplay as jr
+from jaxreplay.checkpoint import Checkpointer
+
+buffer = jr.items(capacity=40_000, batch_size=8)
+item = {"image": jax.ShapeDtypeStruct((64, 64), np.uint8)}
+if sys.argv[1] == "write":
+    state, extend = buffer.init(item), jr.jit(buffer).extend
+    for number in range(40):
+        block = np.full((1000, 1, 64, 64), number, np.uint8)
+        state = extend(state, {"image": block})
+    Checkpointer("run", buffer, compression_level=None, progress=False).save(state, 1)
+elif sys.argv[1] == "few":
+    jr.Replay(buffer, example=item)
+else:
+    with jr.open("run", buffer, framework="numpy") as replay:
+        for _ in range(5):
+            assert replay.sample().experience["image"].shape == (8, 64, 64)
+print(open("/proc/self/status").read().split("RssAnon:")[1].split()[0])
+"""
+    output_of(code, "write", cwd=tmp_path)
+    few = int(output_of("import jaxreplay.checkpoint\n" + code, "few", cwd=tmp_path))
+    assert int(output_of(code, "open", cwd=tmp_path)) - few < 60_000  # kB
