@@ -47,6 +47,10 @@ SIDE, PAD, TIME_LIMIT = 24, 2, 20  # pixels, pixels, steps
 BATCH_SIZE, UPDATES_PER_STEP, GAMMA = 128, 2, 0.95
 NUM_DEMOS, ASSISTED = 20, 2_000  # episodes; online steps in which an operator helps
 OPTIMIZER = optax.adam(1e-3)
+OBS = {"image": np.zeros((SIDE, SIDE, 3), np.uint8), "state": np.zeros(2, np.float32)}
+EXAMPLE = jr.Step(
+    OBS, np.zeros(2, np.float32), np.float32(0), terminated=False, truncated=False
+)  # of one env
 
 
 class Reach(gymnasium.Env):
@@ -154,10 +158,9 @@ ENCODER, ACTOR, CRITICS = Encoder(), Actor(), Critics()
 
 
 def init(key):
-    obs = {"image": jnp.zeros((SIDE, SIDE, 3)), "state": jnp.zeros(2)}
     keys = jax.random.split(key, 3)
-    params = {"encoder": ENCODER.init(keys[0], obs), "log_alpha": jnp.log(0.1)}
-    features = ENCODER.apply(params["encoder"], obs)
+    params = {"encoder": ENCODER.init(keys[0], OBS), "log_alpha": jnp.log(0.1)}
+    features = ENCODER.apply(params["encoder"], OBS)
     params |= {"actor": ACTOR.init(keys[1], features)}
     params |= {"critics": CRITICS.init(keys[2], features, jnp.zeros(2))}
     return {
@@ -255,11 +258,12 @@ def train(folder, dataset, steps, seed):
     mixture, learner = buffers(), init(jax.random.key(seed))
     demos = mixture.members[1][1]
     names = {"obs": {"image": "observation.images.front", "state": "observation.state"}}
-    rows = datasets.from_arrays(datasets.open_lerobot(dataset), demos, names=names)
+    rows = datasets.from_arrays(datasets.open_lerobot(dataset), demos, EXAMPLE, names=names)
     total, history = steps * UPDATES_PER_STEP, np.full((10, 2), np.nan)
     with jr.Replay(
         mixture,
         seed=seed,
+        example=EXAMPLE,
         state={"demos": rows},
         samples_per_insert=BATCH_SIZE * UPDATES_PER_STEP,
         prefetch=1,
