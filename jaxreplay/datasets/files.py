@@ -72,6 +72,7 @@ class Forward:
     @functools.cached_property
     def _spec(self) -> tuple[tuple[int, ...], np.dtype[Any]]:
         first = self[:1]
+        self._forget()  # more rows may be read at once, now that their size is known
         return (self._length, *first.shape[1:]), first.dtype
 
     @property
@@ -172,8 +173,8 @@ def open_parquet(path: Any) -> File:
     parquet = imported("open_parquet", "pyarrow.parquet", "lerobot")
     path = Path(path)
     files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
-    groups, starts, num_rows, num_bytes = [], [], 0, 1
-    fields = {}
+    groups, starts, num_rows = [], [], 0
+    fields, row_bytes = {}, {}
     for file in files:
         try:
             with parquet.ParquetFile(file) as opened:
@@ -185,22 +186,20 @@ def open_parquet(path: Any) -> File:
             groups.append((file, nth))
             starts.append(num_rows)
             num_rows += about.row_group(nth).num_rows
-            num_bytes += about.row_group(nth).total_byte_size
     if not num_rows:
         raise ValueError(f"open_parquet: {path}: there is no row in {len(files)} Parquet files")
 
     def rows(name: str, decode: Callable[[Any], Iterator[np.ndarray]], start: int) -> Iterator[Any]:
         first = bisect.bisect_right(starts, start) - 1
-        skip = start - starts[first]
+        skip, at_once = start - starts[first], max(_READ_BYTES // row_bytes.get(name, 2**16), 1)
         for file, some in itertools.groupby(groups[first:], key=lambda group: group[0]):
             # pages are read when they are needed
             with parquet.ParquetFile(file, pre_buffer=False, buffer_size=_READ_BYTES) as opened:
-                for batch in opened.iter_batches(
-                    max(_READ_BYTES * num_rows // num_bytes, 1),
-                    row_groups=[nth for _, nth in some],
-                    columns=[name],
-                ):
-                    yield from decode(batch.column(0)[skip:])
+                chosen = [nth for _, nth in some]
+                for batch in opened.iter_batches(at_once, row_groups=chosen, columns=[name]):
+                    for block in decode(batch.column(0)[skip:]) if skip < len(batch) else ():
+                        row_bytes.setdefault(name, block[:1].nbytes or 1)
+                        yield block
                     skip = max(skip - len(batch), 0)
 
     arrays = {
