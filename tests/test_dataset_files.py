@@ -613,7 +613,7 @@ def test_a_vault(form, write, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=message):
             datasets.from_arrays(datasets.open_vault(path), replay, **options)
 
-    refused("v: env 0: there is no array infos for truncated", path, names={"truncated": "infos"})
+    refused("env 0: there is no array infos for truncated", path, names={"truncated": "infos"})
     refused("d is no vault: ", path / "d")
     # the row of a truncation, and the newest, is taken for the final observation
     is_lost = truncated | (np.arange(length + 1) == length - 1) & ~terminated
