@@ -276,6 +276,34 @@ MUTATIONS = (
         "jnp.sort(nth)[:, None] * fan_out",
         "buffers/test_archive.py",
     ),
+    (
+        "the end of a block is taken for an episode's end",
+        "datasets/episodes.py",
+        "num = length - 1 if length > 1 and ends[-2] else max(length - 2, 0)",
+        "num = length",
+        "test_dataset_files.py",
+    ),
+    (
+        "the transition before a dropped row goes on",
+        "datasets/episodes.py",
+        "is_cut = np.append(is_final[1:], False) & ~ends",
+        "is_cut = np.zeros_like(ends)",
+        "test_dataset_files.py",
+    ),
+    (
+        "frames of a video begin at the key frame",
+        "datasets/lerobot.py",
+        "if frame.time < expected - 0.5 / fps:",
+        "if False:",
+        "test_dataset_files.py",
+    ),
+    (
+        "a row of a checkpoint is read from the place that it had before a wrap",
+        "checkpoint/opened.py",
+        "self._group[row], self._place[row] = number, np.flatnonzero(is_left)",
+        "self._group[row], self._place[row] = number, np.arange(len(row))",
+        "checkpoint/test_opened.py",
+    ),
 )
 
 

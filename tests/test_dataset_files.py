@@ -297,9 +297,7 @@ def test_damaged_files_are_refused(tmp_path):
             opened(path)
         middle = len(whole) // 2
         path.write_bytes(whole[:middle] + bytes(500) + whole[middle + 500 :])
-        with pytest.raises(
-            ValueError, match=rf"from_arrays: .*{name}: \w+: cannot be read"
-        ):
+        with pytest.raises(ValueError, match=rf"from_arrays: .*{name}: \w+: cannot be read"):
             datasets.from_arrays(opened(path), buffer("next_step", 8192))
     with pytest.raises(ValueError, match=r"from_arrays: .*: cannot be read: no such file"):
         datasets.from_arrays({name: _Closed() for name in rows}, buffer("next_step", 8192))

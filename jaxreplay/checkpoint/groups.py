@@ -78,7 +78,7 @@ class Group(NamedTuple):
         """
         if traces is None:
             return self._replace(trace=0)
-        low, high = self.range()
+        low, high = (of_all[self.env : self.env_stop] for of_all in self.range())
         part = -(-self.save.length // NUM_PARTS)
         first, last = (ring.position_of(row, self.save.length) for row in (low, high - 1))
         end = last // part + 1 + NUM_PARTS * (last < first)

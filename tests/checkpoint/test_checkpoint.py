@@ -511,3 +511,17 @@ def test_a_rollout_is_saved_too(tmp_path, chunk_bytes):
         checkpointer.save(state, number, blocking=wait)
         checkpointer.wait_until_finished()
         check_is(checkpointer, state, example)
+
+
+def test_a_row_of_all_envs_may_be_larger_than_a_file(tmp_path):
+    """As of images of many envs: then a file has some envs alone, also where rows may change."""
+    buffer = jr.items(capacity=64, num_envs=8, batch_size=4, allow_write=True)
+    state = buffer.init(np.zeros(100, np.uint8))
+    checkpointer = Checkpointer(tmp_path, buffer, chunk_bytes=2_000, progress=False)
+    for number in range(12):
+        state = jitted(buffer, "add")(state, np.full((8, 100), number, np.uint8))
+        index = jitted(buffer, "sample")(state, jax.random.key(number)).index
+        state = jitted(buffer, "write")(state, index, np.full((4, 100), 100 + number, np.uint8))
+        checkpointer.save(state, number)
+    restored = checkpointer.restore(np.zeros(100, np.uint8))
+    jax.tree.map(np.testing.assert_array_equal, restored, state)

@@ -25,10 +25,10 @@ def test_batches_are_those_of_a_replay_that_loaded_the_rows(case, level, tmp_pat
     buffer = case.replay()
     program = jr.jit(buffer)
     state = program.init(case.example())
-    checkpointer = Checkpointer(tmp_path, buffer, compression_level=level, progress=False)
-    for turn in range(6):
-        for _ in range(turn):
-            state = program.extend(state, case.step(turn, time=3), *case.mask(buffer, turn, 3))
+    options = {"chunk_bytes": 300 if level else 5000, "compression_level": level, "progress": False}
+    checkpointer = Checkpointer(tmp_path, buffer, **options)
+    for turn in range(12):  # then the oldest group of 5,000 bytes has lost some of its rows
+        state = program.extend(state, case.step(turn, time=3), *case.mask(buffer, turn, 3))
         checkpointer.save(state, turn)
     loaded = jr.Replay(buffer, example=case.example(), seed=3, framework="numpy")
     loaded.load(tmp_path)
