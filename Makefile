@@ -71,7 +71,7 @@ quick: $(VENV)/installed
 	$(BIN)/python $(PYTEST) -k "$(QUICK)" $(FEW) tests/test_layers.py
 
 # A run that compiles more programs than this fails: most of the time of the tests is compiling.
-MOST_PROGRAMS := 5600
+MOST_PROGRAMS := 6200
 test: lint
 	$(BIN)/python $(PYTEST) --durations=15 --most-programs $(MOST_PROGRAMS)
 

@@ -124,8 +124,8 @@ def test_the_capacity_that_a_source_needs(form, tmp_path):
     """It suffices, and one row less of each env does not."""
     obs, next_obs, action, reward, end, cut = made(3)
     rows = {"action": action, "reward": reward, "done": end, "truncated": cut, "obs": obs}
-    for file in (rows, rows | {"next_obs": next_obs}, npz(tmp_path, rows)):
-        for num_envs in (1, 3):
+    for file in (rows | {"next_obs": next_obs}, *[rows, npz(tmp_path, rows)] * ALL):
+        for num_envs in (3, *[1] * ALL):
             needs = datasets.required_capacity(file, num_envs, form)
             replay = jr.uniform(
                 capacity=needs, num_envs=num_envs, batch_size=8, gamma=0.5, autoreset=form
@@ -138,7 +138,7 @@ def test_the_capacity_that_a_source_needs(form, tmp_path):
                 datasets.from_arrays(file, smaller)
 
 
-@pytest.mark.parametrize("num_envs", [1, 3])
+@pytest.mark.parametrize("num_envs", [3, *[1] * ALL])
 def test_rows_go_to_files_too(num_envs, tmp_path):
     """Data that exceeds memory, once; then its folder is opened."""
     obs, next_obs, action, reward, end, cut = made(5)
@@ -204,7 +204,7 @@ def test_a_file_with_rows_of_final_observations(form, tmp_path, monkeypatch):
 
 
 @FORMS
-@pytest.mark.parametrize("num_envs", [1, 3])
+@pytest.mark.parametrize("num_envs", [3, *[1] * ALL])
 def test_a_file_by_episode(form, num_envs, tmp_path):
     """As robomimic's, with next observations, or with a final one; some episodes have no flag, and
     one has no row."""
