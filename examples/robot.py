@@ -20,6 +20,7 @@ References:
   Kostrikov et al., "Image Augmentation Is All You Need" (2020): DrQ.
 """
 
+import contextlib
 import io
 import json
 import pathlib
@@ -45,7 +46,7 @@ from jaxreplay import datasets
 
 SIDE, PAD, TIME_LIMIT = 24, 2, 20  # pixels, pixels, steps
 BATCH_SIZE, UPDATES_PER_STEP, GAMMA = 128, 2, 0.95
-NUM_DEMOS, ASSISTED = 20, 2_000  # episodes; online steps in which an operator helps
+NUM_DEMOS, ASSISTED = 20, 2_000  # episodes; first steps of an actor in which an operator helps
 OPTIMIZER = optax.adam(1e-3)
 OBS = {"image": np.zeros((SIDE, SIDE, 3), np.uint8), "state": np.zeros(2, np.float32)}
 EXAMPLE = jr.Step(
@@ -269,7 +270,7 @@ def train(folder, dataset, steps, seed):
         prefetch=1,
         timeout=120,
     ) as replay:
-        if (folder / "replay").exists():
+        with contextlib.suppress(FileNotFoundError):  # there is no checkpoint yet
             learner, history = replay.load(folder / "replay", extras=(learner, history))
         params = jax.device_get(learner["params"])
         actors = replay.start(
@@ -316,11 +317,14 @@ def write_demos(root, seed):
             obs, reward, terminated, truncated, _ = env.step(action)
             is_over = terminated or truncated
             row |= {"next.reward": reward, "next.done": is_over, "next.success": terminated}
-            row |= {"timestamp": env.time / 10, "episode_index": index, "task_index": 0}
+            row |= {"timestamp": (env.time - 1) / 10, "frame_index": env.time - 1}
+            row |= {"episode_index": index, "task_index": 0, "index": len(rows)}
             rows.append(row)
         about = {"episode_index": index, "length": len(rows) - start, "dataset_from_index": start}
         episodes.append(about | {"data/chunk_index": 0, "data/file_index": 0})
-    kinds = dict.fromkeys(rows[0], "float32") | {"observation.images.front": "image"}
+    kinds = {name: "int64" if name.endswith("index") else "float32" for name in rows[0]}
+    kinds |= dict.fromkeys(("next.done", "next.success"), "bool")
+    kinds |= {"observation.images.front": "image"}
     info = {"codebase_version": "v3.0", "fps": 10, "data_path": "data/{file_index:03d}.parquet"}
     info |= {"features": {name: {"dtype": kind} for name, kind in kinds.items()}}
     for name, table in (

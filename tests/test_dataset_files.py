@@ -151,7 +151,9 @@ def test_rows_go_to_files_too(num_envs, tmp_path):
     assert transitions(replay, tier.whole(state)) == expected(made(5))
     more = {name: values[::-1] for name, values in rows.items() if name != "next_obs"}
     with pytest.raises(ValueError, match="capacity=300 is too small"):
-        datasets.from_arrays(dict.fromkeys(rows, np.zeros(400)), tier, into=state)
+        datasets.from_arrays(
+            {name: np.resize(values, 600) for name, values in rows.items()}, tier, into=state
+        )
     tier.close()
     example = jr.Step(np.float32(0), np.int32(0), np.float32(0), terminated=False, truncated=False)
     with jr.Replay(replay, rows=tmp_path / "rows", example=example) as opened:
@@ -252,11 +254,8 @@ def test_bad_files_are_refused(tmp_path):
     refused("arrays need .* at least 1, got .*observations 0", dict.fromkeys(rows, obs[:0]))
     refused("terminals: flags are 0 or 1, got 0.5", rows | {"terminals": obs + 0.5})
     objects = np.array([None] * 4)
-    refused(
-        "observations.*: expected an array of numbers",
-        rows | {"observations": objects},
-        where="open_npz: .*a.npz: ",
-    )
+    message = "observations: cannot be read: expected an array of numbers"
+    refused(message, rows | {"observations": objects})
     refused(
         "observations: expected numbers .*, got <U1",
         rows | {"observations": np.array(list("abcd"))},
@@ -270,7 +269,7 @@ def test_bad_files_are_refused(tmp_path):
     )
     refused("there is no array x for obs", rows, names={"obs": "x"})
     refused("there is no array .'a': 'x'.* for obs", rows, names={"obs": {"a": "x"}})
-    for ends in ([1, 3], [3, 1, 4], []):
+    for ends in ([1, 3], [3, 1, 4]):
         refused(
             "ends: expected numbers that rise to 4",
             rows | {"ends": np.array(ends)},
@@ -281,6 +280,99 @@ def test_bad_files_are_refused(tmp_path):
     refused("a dataset has episodes", rows, jr.items(capacity=8, batch_size=1), where="")
     with pytest.raises(ValueError, match="from_arrays: there is no transition"):
         datasets.from_arrays({}, plain) if False else datasets.from_arrays([], plain)
+
+
+def test_input_that_does_not_fit_together_is_refused():
+    """By an error that names the array."""
+    six, ends = np.arange(6, dtype=np.float32), np.array([0, 0, 1, 0, 0, 1], bool)
+    rows = dict.fromkeys(("observations", "actions", "rewards"), six) | {"terminals": ends}
+    plain = buffer("next_step")
+    seven = np.arange(7, dtype=np.float32)
+    numbers = np.array([5, 3, 6])
+    for message, source, names in (
+        ("arrays need the same number of rows", rows | {"observations": seven}, None),
+        ("next observations .* must be like observations", rows | {"next_obs": six[:, None]}, None),
+        ("next observations .* must be like", rows | {"next_obs": six.astype(int)}, None),
+        ("next observations", rows | {"obs": {"a": six}, "next_obs": {"c": six}}, {"obs": "obs"}),
+        (
+            "episode_ends: expected numbers that rise",
+            rows | {"episode_ends": numbers.astype("u8")},
+            None,
+        ),
+        ("episode_ends: expected whole numbers", rows | {"episode_ends": numbers * 1.0}, None),
+        (
+            "episode_ends: expected numbers that rise",
+            rows | {"episode_ends": np.array([-3, 6])},
+            None,
+        ),
+        ("episode_ends: expected one array", rows | {"episode_ends": {"a": numbers}}, None),
+        ("episode_index: expected whole numbers", rows | {"episode_index": six}, None),
+        ("names has 5, which is no name", rows, {"obs": 5}),
+        ("there is no array .* for action", rows, {"action": None}),
+        ("there is no array .* for obs", rows | {"observations": {}}, None),
+        (
+            "flags are of 2 and 3 agents",
+            rows | {"terminals": np.zeros((6, 2)), "timeouts": np.zeros((6, 3))},
+            None,
+        ),
+        ("actions: cannot be read", rows | {"actions": [[1], [1, 2]]}, None),
+        ("expected a mapping of arrays, or an iterable", "abc", None),
+        ("expected a mapping of arrays, or an iterable", None, None),
+        ("expected a mapping of arrays, or an iterable", six, None),
+    ):
+        with pytest.raises(ValueError, match=f"from_arrays: .*{message}"):
+            datasets.from_arrays(source, plain, names=names)
+    for flags in (np.zeros(1, bool), np.array([0, 2]), np.zeros((2, 1), bool)):
+        one = datasets.Episode(six[:3], six[:2], six[:2], np.zeros(2, bool), flags, "x")
+        with pytest.raises(ValueError, match="episode x: truncations: expected 2 flags, 0 or 1"):
+            datasets.from_episodes([one], plain)
+    one = datasets.Episode(six[:3], six[:2], six[:2], *np.zeros((2, 2), bool), "x")
+    for message, other in (
+        (r"obs: got float32\[1\], expected float32\[\]", one._replace(observations=six[:3, None])),
+        ("differ in action, action.a", one._replace(actions={"a": six[:2]})),
+    ):
+        with pytest.raises(ValueError, match=f"from_episodes: episode x: .*{message}"):
+            datasets.from_episodes([one, other], plain)
+    for options in ({"num_envs": 0}, {"autoreset": "other"}):
+        with pytest.raises(ValueError, match="required_capacity: "):
+            datasets.required_capacity(rows, **options)
+
+
+def episodes_of(arrays, **options):
+    """Return the observations of each episode of a source."""
+    replay = buffer("next_step")
+    state = datasets.from_arrays(arrays, replay, **options)
+    return [one.observations.tolist() for one in datasets.to_episodes(replay, state)]
+
+
+def test_ends_that_are_easily_missed(tmp_path):
+    six, none = np.arange(6, dtype=np.float32), np.zeros(6, bool)
+    rows = dict.fromkeys(("observations", "actions", "rewards"), six) | {"terminals": none}
+    # one agent terminates, the other one is truncated; given as one array, or for each agent
+    first, second = none.copy(), none.copy()
+    first[2] = second[2] = first[5] = second[5] = True
+    for flags in (
+        {"terminals": np.stack([first, none], 1), "timeouts": np.stack([none, second], 1)},
+        {"terminals": {"a": first, "b": none}, "timeouts": {"a": none, "b": second}},
+    ):
+        assert episodes_of(rows | flags) == [[0, 1, 2], [3, 4, 5]]
+    # next observations tell of an end that numbers of episodes do not
+    jump = np.array([0, 1, 2, 50, 51, 52], np.float32)
+    both = rows | {"observations": jump, "next_observations": jump + 1, "episode_index": none + 0}
+    assert episodes_of(both) == [[0, 1, 2, 3], [50, 51, 52, 53]]
+    # NaN is equal to itself
+    gap = np.where(six == 3, np.nan, six)
+    after = np.append(gap[1:], np.float32(6))
+    (whole,) = episodes_of(rows | {"observations": gap, "next_observations": after})
+    np.testing.assert_array_equal(whole, [0, 1, 2, np.nan, 4, 5, 6])
+    # keys may be numbers; other orders of bytes; arrays without elements; members that nobody reads
+    assert episodes_of({10: rows, 9: rows | {"observations": six + 100}}) == [
+        [100, 101, 102, 103, 104, 105],
+        [0, 1, 2, 3, 4, 5],
+    ]
+    big = {name: values.astype(values.dtype.newbyteorder(">")) for name, values in rows.items()}
+    big |= {"actions": np.zeros((6, 0), np.float32), "unused": np.array([None] * 6)}
+    assert episodes_of(npz(tmp_path, big)) == [[0, 1, 2, 3, 4, 5]]
 
 
 def test_damaged_files_are_refused(tmp_path):
@@ -514,6 +606,21 @@ def test_lerobot_datasets_that_are_damaged(tmp_path):
         return lambda: (root / path).write_bytes(whole)
 
     refused("open_lerobot: .*d: there is no 7", episodes=[1, 7])
+    refused("open_lerobot: .*d is no dataset: ", episodes=[1.5])
+    from pyarrow import parquet
+
+    meta = root / "meta" / "episodes" / "a.parquet"
+    table = parquet.read_table(meta)
+    parquet.write_table(table.take([1, 2, 3]), meta)  # the first episode of a file is not listed
+    refused("rows of other episodes, .0.")
+    parquet.write_table(table.take([3, 2, 1, 0]), meta)
+    assert (
+        datasets.required_capacity(datasets.open_lerobot(root), 1, "same_step_no_final_obs") == 13
+    )
+    assert datasets.open_lerobot(root, [1, 1]).total_steps == 1
+    parquet.write_table(table.drop_columns("dataset_from_index"), meta)
+    refused("there is no 'dataset_from_index'")
+    parquet.write_table(table, meta)
     for path, change, message in (
         (
             "videos/observation.video/chunk-000/file-001.mp4",

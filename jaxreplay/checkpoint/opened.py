@@ -137,6 +137,11 @@ class Opened(Tiered):
         if not isinstance(buffer, ReplayBuffer):
             raise ValueError(f"open: buffer must be a ReplayBuffer, got {buffer!r}")
         num_envs, layout = len(own.end), own.layout
+        if (buffer.autoreset is None) != (not layout.autoreset):
+            kinds = ("items", "steps") if layout.autoreset else ("steps", "items")
+            raise ValueError(
+                f"open: the buffer is one of {kinds[0]}, but {self._saved.name} has {kinds[1]}"
+            )
         super().__init__(
             dataclasses.replace(
                 buffer,
@@ -192,9 +197,7 @@ class Opened(Tiered):
 
 def _example_of(member: Member) -> PyTree:
     """Return shapes and dtypes of one env's step, or of an item, with dicts as pytrees."""
-    found: dict[str, Any] = {"terminated": bool, "truncated": bool}
-    found = {name: jax.ShapeDtypeStruct((), kind) for name, kind in found.items()}
-    item: dict[str, Any] = {"steps": found if member.layout.autoreset else {}}
+    item: dict[str, Any] = {"steps": {}}
     for leaf in member.leaves:
         *path, last = leaf.name.split(".")
         below = item
@@ -202,4 +205,8 @@ def _example_of(member: Member) -> PyTree:
             below = below.setdefault(key, {})
         below[last] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     steps = item["steps"]
-    return Step(**steps) if member.layout.autoreset else steps
+    if not member.layout.autoreset:
+        return steps
+    agents = getattr(steps.get("terminated"), "shape", ())  # their flags are stored, too
+    flag = jax.ShapeDtypeStruct(agents, bool)
+    return Step(**{**steps, "terminated": flag, "truncated": flag})

@@ -3,16 +3,28 @@
 import contextlib
 import math
 import operator
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import jax
 import numpy as np
 
+from jaxreplay._util import checks
 from jaxreplay._util.aliases import PyTree
+from jaxreplay._util.names import kind_of, named
+from jaxreplay.autoreset import FORMS
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
-from jaxreplay.datasets.episodes import BLOCK_BYTES, Deal, Rows, cut, episode_parts, fill, steps_of
+from jaxreplay.datasets.episodes import (
+    BLOCK_BYTES,
+    Deal,
+    Rows,
+    cut,
+    episode_parts,
+    fill,
+    native,
+    steps_of,
+)
+from jaxreplay.datasets.files import natural
 from jaxreplay.storage.state import ReplayState
 
 # the usual names of each field, the first that is there
@@ -29,6 +41,7 @@ _NAMES = {
 }
 _REQUIRED = "obs", "action", "reward", "terminated"
 _FLAGS = "terminated", "truncated"
+_NUMBERS = "episode_ends", "episode"
 
 
 def from_arrays(
@@ -44,10 +57,10 @@ def from_arrays(
     """Return a buffer's state with all transitions of some arrays, such as those of a file.
 
     They are read a few rows at a time, so that `arrays` may be larger than memory: whatever slices
-    by rows, and has a shape and a dtype, is an array. An episode ends at a flag, at a row of
-    `episode_ends` and, with next observations, where one is not the next row's observation. Without
-    them, the final observation of a truncated episode is unknown: its last observation is taken,
-    and its last transition is left out.
+    by rows, and has a shape and a dtype, is an array. An episode ends at a flag, before a row of
+    `episode_ends`, where the number of the episode changes and, with next observations, where one
+    is not the next row's observation. Without them, the final observation of a truncated episode is
+    unknown: its last observation is taken, and its last transition is left out.
 
     Args:
       arrays: Mapping of arrays [N, ...] by name, such as an `h5py.File`, a zarr group, what
@@ -57,12 +70,13 @@ def from_arrays(
       example: One env's step, as for `buffer.init`. Default: the arrays' shapes and dtypes, cut to
         32 bits while `jax_enable_x64` is off.
       names: Names of arrays by "obs", "action", "reward", "terminated", "truncated", "next_obs",
-        "episode_ends" and "extras". A name may be a path, such as "data/action"; of a group, it
-        means a dict of all arrays in it. Instead of a name, there may be a pytree of names, such as
-        `{"obs": {"image": "img", "state": "data/state"}}`. Flags of several agents are joined: all
-        must be set. `episode_ends` are the numbers of the rows after each episode. Default: the
-        usual names, such as "observations", "terminals" and "timeouts", and no extras. Without
-        rewards, they are 0.
+        "episode_ends" (the number of the row after each episode), "episode" (a number of each row,
+        equal within an episode) and "extras". A name may be a path, such as "data/action"; of a
+        group, it means a dict of all arrays in it. Instead of a name, there may be a pytree of
+        names, such as `{"obs": {"image": "img", "state": "data/state"}}`, or None if there is no
+        such array: rewards are 0 then. If flags are of several agents, an episode ends where each
+        has ended. Default: the usual names, such as "observations", "terminals" and "timeouts", and
+        no extras.
       final_rows: The row with a flag holds its episode's final observation and is no step, as in
         OGBench's files; each end is then a truncation, and next observations are not read.
         Default: False.
@@ -131,6 +145,9 @@ def required_capacity(
       >>> required_capacity(arrays)  # six transitions, and two final observations
       8
     """
+    checks.check_size("required_capacity", "num_envs", num_envs)
+    if autoreset not in FORMS:
+        raise ValueError(f"required_capacity: autoreset must be one of {FORMS}, got {autoreset!r}")
     deal = Deal(num_envs, autoreset)
     for _, blocks in _parts("required_capacity", source, names, final_rows, counts=True):
         for _, is_last in steps_of(blocks, autoreset, final_rows):
@@ -169,6 +186,11 @@ def _parts(
         return _blocks(where, fields, final_rows, counts, is_episode)
 
     if not _is_group(source):
+        if isinstance(source, str) or not isinstance(source, Iterable) or hasattr(source, "dtype"):
+            raise ValueError(
+                f"{called}: expected a mapping of arrays, or an iterable of such mappings or of "
+                f"episodes, got {kind_of(source)}"
+            )
         for nth, one in enumerate(source):
             if _is_group(one):
                 yield f"env {nth}", rows(place(one, f"env {nth}"), one)
@@ -176,61 +198,75 @@ def _parts(
                 yield from episode_parts(called, [one])
         return
     where = place(source)
-    is_by_episode = all(_is_group(source[key]) for key in source)
+    is_by_episode = len(source) and all(_is_group(source[key]) for key in source)
     if not is_by_episode or _first(where, source, names, "action") is not None:
         yield "an episode", rows(where, source)
         return
-    for key in sorted(source, key=_natural):
-        yield key, rows(place(source, key), source[key], True)
+    for key in sorted(source, key=natural):
+        yield str(key), rows(place(source, str(key)), source[key], True)
 
 
 def _is_group(found: Any) -> bool:
-    return isinstance(found, Mapping) or (hasattr(found, "keys") and hasattr(found, "__getitem__"))
+    return isinstance(found, Mapping) or (
+        hasattr(found, "keys") and hasattr(found, "__getitem__") and not hasattr(found, "shape")
+    )
 
 
-def _natural(key: str) -> list[str]:
-    """Return a key by which demo_2 comes before demo_10."""
-    return [text.zfill(20) for text in re.split(r"(\d+)", key)]
+class _MissingError(KeyError):
+    """There is no array of a name."""
+
+
+def _tried(where: str, read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except _MissingError:
+        raise
+    except Exception as error:  # any that a library raises for a damaged file
+        text = str(error) or type(error).__name__
+        raise ValueError(f"{where}: cannot be read: {text}") from error
 
 
 class _Array:
     """An array of a file, [N, ...]."""
 
     def __init__(self, where: str, name: str, array: Any):
-        self._where, self.name, self._array = f"{where}: {name}", name, array
-        self.shape, dtype = self._tried(lambda: (tuple(array.shape), array.dtype))
-        dtype = np.dtype(getattr(dtype, "numpy_dtype", dtype))  # TensorStore has dtypes of its own
-        if not self.shape or dtype.kind not in "biuf":
-            self._refuse(f"expected numbers [N, ...], got {dtype}{list(self.shape)}")
-        self.row_bytes = dtype.itemsize * math.prod(self.shape[1:])
+        self._where, self.name = f"{where}: {name}", name
+        is_list = isinstance(array, list)
+        self._array = _tried(self._where, lambda: np.asarray(array)) if is_list else array
+        self.shape, dtype = _tried(self._where, lambda: (self._array.shape, self._array.dtype))
+        dtype = getattr(dtype, "numpy_dtype", dtype)  # TensorStore has dtypes of its own
+        self.dtype = _tried(self._where, lambda: np.dtype(dtype))
+        if not self.shape or self.dtype.kind not in "biuf":
+            self.refuse(f"expected numbers [N, ...], got {self.dtype}{list(self.shape)}")
+        self.row_bytes = self.dtype.itemsize * math.prod(self.shape[1:])
 
-    def _refuse(self, why: str, cause: BaseException | None = None) -> NoReturn:
-        raise ValueError(f"{self._where}: {why}") from cause
-
-    def _tried(self, read: Callable[[], Any]) -> Any:
-        try:
-            return read()
-        except Exception as error:  # any that a library raises for a damaged file
-            self._refuse(f"cannot be read: {error or type(error).__name__}", error)
+    def refuse(self, why: str) -> NoReturn:
+        raise ValueError(f"{self._where}: {why}")
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        values = self._tried(lambda: np.asarray(self._array[start:stop]))
+        values = _tried(self._where, lambda: native(self._array[start:stop]))
         if len(values) < stop - start:
-            self._refuse(f"ends at row {start + len(values)} of {self.shape[0]}")
+            self.refuse(f"ends at row {start + len(values)} of {self.shape[0]}")
         return values
 
     def read_flags(self, start: int, stop: int) -> np.ndarray:
-        """Read flags, bool[K]: where those of all agents are set."""
+        """Read flags, bool[K, A]."""
         values = self.read(start, stop)
         if not (is_flag := (values == 0) | (values == 1)).all():
-            self._refuse(f"flags are 0 or 1, got {values[~is_flag][0]}")
-        return values.reshape(len(values), -1).min(axis=1).astype(bool)
+            self.refuse(f"flags are 0 or 1, got {values[~is_flag][0]}")
+        return values.reshape(len(values), -1).astype(bool)
+
+    def read_numbers(self, start: int, stop: int) -> np.ndarray:
+        """Read whole numbers, int64[K], such as those of episodes."""
+        if self.dtype.kind not in "iu" or math.prod(self.shape[1:]) != 1:
+            self.refuse(f"expected whole numbers [N], got {self.dtype}{list(self.shape)}")
+        return self.read(start, stop).reshape(stop - start).astype(np.int64)
 
     def read_ends(self, total: int) -> np.ndarray:
         """Read the numbers of the rows after each episode."""
-        ends = self.read(0, self.shape[0])
-        if ends.ndim > 1 or not len(ends) or ends[-1] != total or (np.diff(ends) < 0).any():
-            self._refuse(f"expected numbers that rise to {total}, the last are {ends[-3:]}")
+        ends = self.read_numbers(0, self.shape[0])
+        if not len(ends) or ends[-1] != total or ends[0] < 0 or (np.diff(ends) < 0).any():
+            self.refuse(f"expected numbers that rise to {total}, the last are {ends[-3:]}")
         return ends
 
 
@@ -238,18 +274,20 @@ def _found(where: str, group: Any, name: PyTree) -> PyTree:
     """Return the `_Array` of a name, or a pytree of them.
 
     Raises:
-      KeyError: There is none.
+      _MissingError: There is none.
     """
     if not isinstance(name, str):
+        if jax.tree_util.all_leaves([name]):
+            raise ValueError(f"{where}: names has {name!r}, which is no name")
         return jax.tree.map(lambda one: _found(where, group, one), name)
     found = group
     for key in [name] if name in group else name.split("/"):
         if not _is_group(found) or key not in found:
-            raise KeyError(name)
-        found = found[key]
+            raise _MissingError(name)
+        found = _tried(f"{where}: {name}", lambda found=found, key=key: found[key])
     if _is_group(found):
         return {key: _found(f"{where}: {name}", found, key) for key in found}
-    return _Array(where, name, np.asarray(found) if isinstance(found, list) else found)
+    return _Array(where, name, found)
 
 
 def _fields(
@@ -265,13 +303,15 @@ def _fields(
     """
     fields = {}
     for field, usual in _NAMES.items():
-        if (found := _first(where, group, names, field)) is not None:
+        if jax.tree.leaves(found := _first(where, group, names, field)):
             fields[field] = found
             continue
         is_needed = field in _REQUIRED and not (
-            field == "terminated" and (is_episode or fields.keys() & {"episode_ends", "episode"})
+            field == "terminated" and (is_episode or fields.keys() & {*_NUMBERS})
         )
-        if names[field] is not None if field in names else is_needed:
+        if field in names and field not in ("obs", "action"):
+            is_needed = names[field] is not None
+        if is_needed:
             raise ValueError(
                 f"{where}: there is no array {names.get(field) or ' or '.join(usual)} for {field}; "
                 f"there are {', '.join(sorted(group)) or 'none'}; pass names={{{field!r}: ...}}, "
@@ -283,7 +323,7 @@ def _fields(
 def _first(where: str, group: Any, names: Mapping[str, Any], field: str) -> PyTree:
     """Return the arrays of a field, or None if there are none."""
     for name in (names[field],) if field in names else _NAMES[field]:
-        with contextlib.suppress(KeyError):
+        with contextlib.suppress(_MissingError):
             if name is not None:
                 return _found(where, group, name)
     return None
@@ -301,12 +341,25 @@ def _blocks(
       counts: Read only what tells the number of rows.
       is_episode: They are one episode, and may have no row.
     """
+    for field in fields.keys() & {*_NUMBERS}:
+        if not isinstance(fields[field], _Array):
+            raise ValueError(f"{where}: {field}: expected one array, got a group")
     episode_ends = fields.pop("episode_ends", None)
     if final_rows:  # the next observation is the next row's
         fields.pop("next_obs", None)
     total = jax.tree.leaves(fields["action"])[0].shape[0]
     obs = jax.tree.leaves(fields["obs"])
-    is_longer = "next_obs" not in fields and all(array.shape[0] == total + 1 for array in obs)
+    is_longer = (
+        is_episode
+        and not final_rows
+        and "next_obs" not in fields
+        and all(array.shape[0] == total + 1 for array in obs)
+    )
+    if "next_obs" in fields:
+        each = (dict(named(fields[field])) for field in ("obs", "next_obs"))
+        here, after = ({name: (x.shape, x.dtype) for name, x in tree.items()} for tree in each)
+        if here != after:
+            raise ValueError(f"{where}: next observations {after} must be like observations {here}")
     lengths = {
         array.name: array.shape[0] - (is_longer and array in obs)
         for array in jax.tree.leaves(fields)
@@ -320,24 +373,33 @@ def _blocks(
         fields = {**fields, "obs": compared, "action": (), "reward": (), "extras": None}
     row_bytes = sum(array.row_bytes for array in jax.tree.leaves(fields))
     most = max(BLOCK_BYTES // max(row_bytes, 1), 1)
-    flags = [fields.pop(field, None) for field in _FLAGS]
+    flags = [jax.tree.leaves(fields.pop(field, None)) for field in _FLAGS]
+    agents = {sum(math.prod(one.shape[1:]) for one in each) for each in flags} - {0, 1}
+    if len(agents) > 1:
+        raise ValueError(f"{where}: flags are of {' and '.join(map(str, agents))} agents")
     for start in range(0, total, most):
         stop = min(start + most, total)
         none = np.zeros(stop - start, bool)
-        terminated, truncated = (
-            none if array is None else array.read_flags(start, stop) for array in flags
+        is_terminated, is_truncated = (
+            np.concatenate([one.read_flags(start, stop) for one in each] or [none[:, None]], axis=1)
+            for each in flags
         )
+        # where each agent has ended
+        is_end = (is_terminated | is_truncated).min(axis=1)
+        terminated, truncated = is_terminated.min(axis=1), is_truncated.min(axis=1)
         if final_rows:  # a flag says where the episode's rows end, not why
-            terminated, truncated = none, terminated | truncated
-        read = {"reward": none.astype(np.float32), "part": none if is_longer else None}
+            terminated = none
+        truncated |= is_end & ~terminated
+        read = {"reward": none.astype(np.float32), "part": None}
         for field, tree in fields.items():
+            call = "read_numbers" if field == "episode" else "read"
             one_more = is_longer and field == "obs"
-            read[field] = jax.tree.map(operator.methodcaller("read", start, stop + one_more), tree)
+            read[field] = jax.tree.map(operator.methodcaller(call, start, stop + one_more), tree)
         if is_longer:
             read["next_obs"] = cut(read["obs"], 1, None)
             read["obs"] = cut(read["obs"], 0, -1)
         if "episode" in read:
-            read["part"] = read.pop("episode").reshape(len(none))
+            read["part"] = read.pop("episode")
         if ends is not None:
             read["part"] = np.searchsorted(ends, np.arange(start, stop), side="right")
         read["reward"] = jax.tree.map(_narrow, read["reward"])

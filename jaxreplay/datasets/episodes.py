@@ -7,7 +7,7 @@ buffer while their episode's end is unknown still.
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -15,11 +15,12 @@ import numpy as np
 
 from jaxreplay._util import checks
 from jaxreplay._util.aliases import PyTree
-from jaxreplay._util.names import named
+from jaxreplay._util.names import named, spec_text
 from jaxreplay._util.pow2 import power_below
 from jaxreplay.buffers.jitted import jit
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import example_of
+from jaxreplay.buffers.step_checks import as_step
 from jaxreplay.buffers.tiered import Tiered
 from jaxreplay.storage.state import ReplayState
 from jaxreplay.types import Step
@@ -169,16 +170,17 @@ def fill(
         state = calls.end_streams(into)
     waiting: list[list[Step]] = [[] for _ in range(num_envs)]
     counts = [0] * num_envs  # steps that wait
-    deal, dtypes, most = Deal(num_envs, form), {}, 0
+    deal, wanted, most = Deal(num_envs, form), None, 0
     with _bar(where, total, progress) as update:
         for name, blocks in parts:
             for steps, is_last in steps_of(blocks, form, final_rows):
                 if not most:
                     example = _example_of(steps) if example is None else example
-                    specs = named(checks.specs(where, example))
-                    dtypes = {leaf: np.dtype(spec.dtype) for leaf, spec in specs}
+                    step = as_step(where, example)
+                    step = step.replace(final_obs=step.obs if form == "same_step" else None)
+                    wanted = checks.specs(where, step)
                     most = _num_steps_at_once(steps, plain)
-                steps = _fitted(f"{where}: {name}", steps, dtypes)
+                steps = _fitted(f"{where}: {name}", steps, wanted)
                 state = calls.init(example) if state is None else state
                 for env, start, stop in deal.places(is_last):
                     if deal.used[env] > plain.length:
@@ -242,27 +244,39 @@ def rows_of(where: str, episode: Any) -> Rows:
     """Return the rows of an episode."""
     length = len(episode.terminations)
     expected = {"observations": length + 1, "actions": length, "rewards": length, "extras": length}
+    expected |= {"terminations": length, "truncations": length}
     found = {}
     # Minari returns values that are no arrays as a list.
     is_list = lambda leaf: isinstance(leaf, list)
     for part, num in expected.items():
-        found[part] = jax.tree.map(np.asarray, getattr(episode, part, None), is_leaf=is_list)
+        found[part] = jax.tree.map(native, getattr(episode, part, None), is_leaf=is_list)
         for name, leaf in named(found[part]):
-            if leaf.dtype.kind not in "biuf" or leaf.shape[:1] != (num,):
+            is_flag = part in ("terminations", "truncations")
+            if (
+                leaf.dtype.kind not in "biuf"
+                or leaf.shape[:1] != (num,)
+                or (is_flag and (leaf.ndim > 1 or not ((leaf == 0) | (leaf == 1)).all()))
+            ):
                 raise ValueError(
                     f"{where}: episode {episode.id}: {part}{name and '.' + name}: expected {num} "
-                    f"numbers or arrays, got {leaf.dtype}{list(leaf.shape)}"
+                    f"{'flags, 0 or 1' if is_flag else 'numbers or arrays'}, got "
+                    f"{leaf.dtype}{list(leaf.shape)}"
                 )
     return Rows(
         at(found["observations"], slice(-1)),
         found["actions"],
         found["rewards"],
-        np.asarray(episode.terminations, bool),
-        np.asarray(episode.truncations, bool),
+        found["terminations"].astype(bool),
+        found["truncations"].astype(bool),
         at(found["observations"], slice(1, None)),
         found["extras"],
-        np.zeros(length, np.int8),  # the flags alone end episodes
     )
+
+
+def native(values: Any) -> np.ndarray:
+    """Return an array of numbers in the order of bytes of this machine."""
+    values = np.asarray(values)
+    return values.astype(values.dtype.newbyteorder("="), copy=False)
 
 
 def steps_of(
@@ -316,11 +330,14 @@ def _ends(rows: Rows) -> np.ndarray:
     ends = rows.terminated | rows.truncated
     if rows.part is not None:
         ends[:-1] |= rows.part[1:] != rows.part[:-1]
-    elif rows.next_obs is not None:
+    if rows.next_obs is not None:
         for after, obs in zip(
             jax.tree.leaves(rows.next_obs), jax.tree.leaves(rows.obs), strict=True
         ):
-            goes_on = after[:-1] == obs[1:]
+            after, obs = after[:-1], obs[1:]
+            goes_on = after == obs
+            if obs.dtype.kind == "f" and not goes_on.all():
+                goes_on |= np.isnan(after) & np.isnan(obs)
             ends[:-1] |= ~goes_on.all(axis=tuple(range(1, goes_on.ndim)))
     return ends
 
@@ -393,21 +410,29 @@ def _num_steps_at_once(steps: Step, buffer: ReplayBuffer) -> int:
     return power_below(int(fitting))
 
 
-def _fitted(what: str, steps: Step, dtypes: Mapping[str, Any]) -> Step:
-    """Cast to the example's dtypes. Leaves that do not fit stay, so that `extend` names them."""
+def _fitted(what: str, steps: Step, wanted: PyTree) -> Step:
+    """Cast to the example's dtypes. Raise a ValueError if a leaf does not fit the example."""
     leaves, tree = jax.tree.flatten(steps)
-    if [leaf.dtype for leaf in leaves] == [*dtypes.values()]:
+    expected, wanted_tree = jax.tree.flatten(wanted)
+    if tree == wanted_tree and all(
+        leaf.shape[1:] == spec.shape and leaf.dtype == spec.dtype
+        for leaf, spec in zip(leaves, expected, strict=True)
+    ):
         return steps
-
-    def fitted(name: str, leaf: np.ndarray) -> np.ndarray:
-        dtype = dtypes.get(name, leaf.dtype)
-        are_integers = leaf.dtype.kind in "iu" and dtype.kind in "iu"
-        if not are_integers and not np.can_cast(leaf.dtype, dtype, "same_kind"):
-            return leaf
-        why = "the example's dtype; pass an example with another dtype"
-        return checks.cast(f"{what}: {name}", leaf, dtype, why)
-
-    return jax.tree.unflatten(tree, [fitted(name, leaf) for name, leaf in named(steps)])
+    named_leaves, specs = dict(named(steps)), dict(named(wanted))
+    if other := named_leaves.keys() ^ specs.keys():
+        raise ValueError(f"{what}: the example and the data differ in {', '.join(sorted(other))}")
+    why = "the example's dtype; pass an example with another dtype"
+    fitted = []
+    for name, leaf in named_leaves.items():
+        spec = specs[name]
+        are_integers = leaf.dtype.kind in "iu" and spec.dtype.kind in "iu"
+        is_like = are_integers or np.can_cast(leaf.dtype, spec.dtype, "same_kind")
+        if leaf.shape[1:] != spec.shape or not is_like:
+            got = spec_text(leaf, 1)
+            raise ValueError(f"{what}: {name}: got {got}, expected {spec_text(spec)}")
+        fitted.append(checks.cast(f"{what}: {name}", leaf, spec.dtype, why))
+    return jax.tree.unflatten(tree, fitted)
 
 
 def _taken(

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -100,6 +101,11 @@ class Forward:
         return read
 
 
+def natural(key: Any) -> list[str]:
+    """Return a key by which demo_2 comes before demo_10."""
+    return [text.zfill(20) for text in re.split(r"(\d+)", str(key))]
+
+
 def open_npz(path: Any) -> File:
     """Return the arrays of an `.npz` file, compressed or not, for `from_arrays`.
 
@@ -108,7 +114,7 @@ def open_npz(path: Any) -> File:
 
     Raises:
       OSError: There is no such file.
-      ValueError: It is damaged, or has an array of objects, or one in Fortran's order.
+      ValueError: It is damaged.
 
     Example:
       >>> import os, tempfile, numpy as np, jaxreplay as jr
@@ -124,36 +130,34 @@ def open_npz(path: Any) -> File:
     arrays = {}
     try:
         with zipfile.ZipFile(path) as archive:
-            for member in archive.namelist():
+            for member in filter(lambda name: name.endswith(".npy"), archive.namelist()):
                 with archive.open(member) as file:
-                    shape, dtype = _npy_header(member, file)
-                opened = functools.partial(_npy_rows, path, member, shape[1:], dtype)
+                    shape = _npy_header(file)[0]
+                opened = functools.partial(_npy_rows, path, member)
                 arrays[member.removesuffix(".npy")] = Forward(shape[0] if shape else 0, opened)
     except (ValueError, zipfile.BadZipFile) as error:
         raise ValueError(f"open_npz: {path}: {error}") from error
     return File(path, arrays, arrays.__getitem__)
 
 
-def _npy_header(name: str, file: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    read = (
-        npy.read_array_header_1_0 if npy.read_magic(file) == (1, 0) else npy.read_array_header_2_0
-    )
-    shape, is_fortran, dtype = read(file)
-    if dtype.hasobject or (is_fortran and len(shape) > 1):
-        raise ValueError(f"{name}: expected an array of numbers in C order")
-    return shape, dtype
+def _npy_header(file: Any) -> tuple[Any, bool, np.dtype[Any]]:
+    is_first = npy.read_magic(file) == (1, 0)
+    return (npy.read_array_header_1_0 if is_first else npy.read_array_header_2_0)(file)
 
 
-def _npy_rows(
-    path: Any, member: str, shape: tuple[int, ...], dtype: np.dtype[Any], start: int
-) -> Iterator[np.ndarray]:
-    row_bytes = max(dtype.itemsize * math.prod(shape), 1)
+def _npy_rows(path: Any, member: str, start: int) -> Iterator[np.ndarray]:
     with zipfile.ZipFile(path) as archive, archive.open(member) as file:
-        _npy_header(member, file)
+        shape, is_fortran, dtype = _npy_header(file)
+        if dtype.hasobject or (is_fortran and len(shape) > 1):
+            raise ValueError("expected an array of numbers in C order")
+        num_rows, row = shape[0], shape[1:]
+        if not (row_bytes := dtype.itemsize * math.prod(row)):
+            yield np.zeros((num_rows - start, *row), dtype)
+            return
         file.seek(start * row_bytes, io.SEEK_CUR)
         while content := file.read(max(_READ_BYTES // row_bytes, 1) * row_bytes):
             whole = len(content) // row_bytes
-            yield np.frombuffer(content, dtype, whole * math.prod(shape)).reshape(whole, *shape)
+            yield np.frombuffer(content, dtype, whole * math.prod(row)).reshape(whole, *row)
 
 
 def open_parquet(path: Any) -> File:
@@ -163,7 +167,8 @@ def open_parquet(path: Any) -> File:
     uint8[H, W, C] by Pillow. Others are left out.
 
     Args:
-      path: Path of a file, or of a folder with files, which follow each other by their names.
+      path: Path of a file, or of a folder with files, which follow each other by their names:
+        part-2 comes before part-10.
 
     Raises:
       ImportError: PyArrow is not installed.
@@ -172,7 +177,7 @@ def open_parquet(path: Any) -> File:
     """
     parquet = imported("open_parquet", "pyarrow.parquet", "lerobot")
     path = Path(path)
-    files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
+    files = sorted(path.rglob("*.parquet"), key=natural) if path.is_dir() else [path]
     groups, starts, num_rows = [], [], 0
     fields, row_bytes = {}, {}
     for file in files:
@@ -228,13 +233,18 @@ def _numbers(column: Any) -> Iterator[np.ndarray]:
     """Yield a column of numbers, or of lists of equal length, as [K, ...]."""
     shape = [len(column)]
     while hasattr(column, "flatten") and hasattr(column.type, "value_type"):
+        _check_not_null(column)
         if len({*column.value_lengths().to_pylist()}) > 1:
             raise ValueError("its lists have different lengths")
         column = column.flatten()
         shape.append(len(column) // max(math.prod(shape), 1))
+    _check_not_null(column)
+    yield column.to_numpy(zero_copy_only=False).reshape(shape)
+
+
+def _check_not_null(column: Any) -> None:
     if column.null_count:
         raise ValueError("it has rows without a value")
-    yield column.to_numpy(zero_copy_only=False).reshape(shape)
 
 
 def _images(column: Any) -> Iterator[np.ndarray]:

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def open_lerobot(root: Any, episodes: Iterable[int] | None = None) -> File:
 
     Args:
       root: Folder of the dataset, which has the folder `meta`.
-      episodes: Indices of the episodes to take. Default: all.
+      episodes: Indices of the episodes to take, in whatever order. Default: all.
 
     Returns:
       A mapping, whose attribute `tasks` has the text of each `task_index`.
@@ -42,11 +43,12 @@ def open_lerobot(root: Any, episodes: Iterable[int] | None = None) -> File:
     root = Path(root)
     try:
         dataset = _Dataset(root)
-        chosen = [*dataset.episodes] if episodes is None else [*episodes]
+        wanted = [*dataset.episodes] if episodes is None else map(operator.index, episodes)
+        chosen = sorted(set(wanted))
         lengths = [dataset.episodes[index]["length"] for index in chosen]
     except KeyError as error:
         raise ValueError(f"open_lerobot: {root}: there is no {error}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"open_lerobot: {root} is no dataset: {error}") from error
     found = File(root, map(str, chosen), lambda index: dataset.episode(int(index)))
     found.tasks, found.total_steps = dataset.tasks, sum(lengths)
@@ -77,7 +79,8 @@ class _Dataset:
         # the first row of each file
         self._starts: dict[Any, int] = {}
         for one in self.episodes.values():
-            self._starts.setdefault(_file(one), one.get("dataset_from_index", 0))
+            file, row = _file(one), _first_row(one)
+            self._starts[file] = min(row, self._starts.get(file, row))
         self._opened = functools.cache(open_parquet)
         self._flags = functools.lru_cache(1)(self._read_flags)
 
@@ -102,7 +105,7 @@ class _Dataset:
             path = self._path("video_path", index, f"videos/{name}")
             return Forward(length, functools.partial(_frames, path, time, self._fps))
         whole = self._opened(self._path("data_path", index, "data"))[name]
-        return _Part(whole, one.get("dataset_from_index", 0) - self._starts[_file(one)], length)
+        return _Part(whole, _first_row(one) - self._starts[_file(one)], length)
 
     def _path(self, kind: str, index: int, key: str) -> Path:
         """Return the path of an episode's file."""
@@ -118,6 +121,10 @@ class _Dataset:
     def _read_flags(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Read which rows are terminated, and which are truncated."""
         none = np.zeros(self.episodes[index]["length"], bool)
+        if "episode_index" in self._kinds:
+            found = np.unique(self._array(index, "episode_index")[: len(none)])
+            if found.tolist() != [index]:
+                raise ValueError(f"meta/episodes has rows of other episodes, {found.tolist()}")
         terminated, success, truncated, done = (
             self._array(index, name)[: len(none)].reshape(len(none)).astype(bool)
             if (name := f"next.{flag}") in self._kinds
@@ -126,6 +133,11 @@ class _Dataset:
         )
         terminated = terminated | (success & (done | truncated))
         return terminated, (done | truncated) & ~terminated
+
+
+def _first_row(one: Mapping[str, Any]) -> int:
+    """Return the number of an episode's first row in the dataset; version 2 has a file for each."""
+    return one["dataset_from_index"] if "data/file_index" in one else 0
 
 
 class _Part:

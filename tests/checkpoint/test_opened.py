@@ -81,6 +81,25 @@ def test_the_example_is_that_of_the_checkpoint_and_the_view_may_be_another(tmp_p
         jr.open(tmp_path / "a", view)
 
 
+def test_flags_of_several_agents(tmp_path):
+    """Their example is that of the checkpoint, too."""
+    options = {"capacity": 32, "batch_size": 16, "autoreset": "next_step", "num_agents": 3}
+    buffer = jr.uniform(**options)
+    number = np.arange(20, dtype=np.float32)[:, None]
+    flags = np.repeat(np.arange(20)[:, None, None] == 9, 3, axis=2)
+    reward = np.repeat(number[..., None], 3, axis=2)
+    steps = jr.Step(number, number, reward, terminated=flags, truncated=flags & False)
+    state = buffer.init(jax.tree.map(lambda leaf: leaf[0, 0], steps))
+    state = jr.jit(buffer).extend(state, steps)
+    Checkpointer(tmp_path, buffer, progress=False).save(state, 1)
+    with jr.open(tmp_path, buffer, framework="numpy", seed=0) as replay:
+        batch = replay.sample().experience
+    assert {*np.unique(batch.obs).tolist()} <= {float(x) for x in range(19) if x != 10}
+    np.testing.assert_array_equal(batch.discount[:, 0] == 0, batch.obs == 9)
+    with pytest.raises(ValueError, match=r"open: the buffer is one of items, but .* has steps"):
+        jr.open(tmp_path, jr.items(capacity=8, batch_size=2))
+
+
 def test_what_would_change_rows_is_refused(tmp_path):
     buffer = made(tmp_path)
     with jr.open(tmp_path, buffer, framework="numpy") as replay:
