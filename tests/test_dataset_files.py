@@ -12,8 +12,9 @@ import pytest
 import jaxreplay as jr
 from jaxreplay import datasets
 from jaxreplay.datasets import arrays
+from jaxreplay.datasets.episodes import steps_of
 from jaxreplay.storage import row_flags
-from tests.conftest import ALL
+from tests.conftest import ALL, SOAK
 from tests.support.buffers import everything
 from tests.support.replays import output_of
 from tests.support.steps import nth
@@ -136,6 +137,79 @@ def test_the_capacity_that_a_source_needs(form, tmp_path):
             smaller = dataclasses.replace(replay, capacity=needs - num_envs)
             with pytest.raises(ValueError, match=f"capacity={needs - num_envs} is too small"):
                 datasets.from_arrays(file, smaller)
+
+
+def listed(rows, form, final_rows):
+    """Return the steps of each episode, [(obs, action, terminated, truncated)], and its final
+    observation where it is known, by a loop over lists."""
+    obs, after, total = rows["obs"], rows.get("next_obs"), len(rows["obs"])
+    part = np.searchsorted(rows.get("episode_ends", [total]), np.arange(total), side="right")
+    number = rows.get("episode_index", part) if "episode_ends" not in rows else part
+    episodes, own = [], []
+    for row in range(total):
+        own.append(row)
+        is_end = bool(rows["done"][row] or rows["truncated"][row]) or row == total - 1
+        is_end = is_end or number[row] != number[row + 1]
+        if not is_end and after is not None and not final_rows:
+            is_end = after[row] != obs[row + 1]
+        if not is_end:
+            continue
+        is_terminated = bool(rows["done"][row]) and not final_rows
+        final = obs[row]
+        if after is not None and not final_rows:
+            final = after[row]
+        elif final_rows or not (is_terminated or form == "same_step_no_final_obs"):
+            own.pop()  # the row is the final observation
+        steps = [(obs[one], one, False, False) for one in own]
+        if steps:
+            steps[-1] = (*steps[-1][:2], is_terminated, not is_terminated)
+            episodes.append((steps, final))
+        own = []
+    return episodes
+
+
+@pytest.mark.parametrize("form", ["next_step", "same_step", "same_step_no_final_obs"])
+def test_random_histories_are_those_of_a_loop_over_lists(form, monkeypatch):
+    """In blocks of any size, with all that may end an episode, at once."""
+    r = np.random.default_rng(0)
+    for _ in range(20_000 if SOAK else 300):
+        total, often = int(r.integers(1, 25)), r.choice([0, 0.1, 0.5, 1])
+        obs = np.cumsum(r.integers(1, 3, total)).astype(np.float32)
+        rows = {"obs": obs, "action": np.arange(total), "reward": obs}
+        rows |= {name: r.random(total) < often * r.random() for name in ("done", "truncated")}
+        if r.random() < 0.3:
+            rows["episode_ends"] = np.append(np.sort(r.integers(0, total + 1, 4)), total)
+        if r.random() < 0.3:
+            rows["episode_index"] = np.cumsum(r.random(total) < 0.3)
+        if r.random() < 0.5:
+            after = np.append(obs[1:], np.float32(99))
+            is_jump = r.random(total) < 0.2
+            rows["next_obs"] = np.where(is_jump, 1000 + obs, after).astype(np.float32)
+        final_rows = bool(r.random() < 0.3)
+        monkeypatch.setattr(arrays, "BLOCK_BYTES", int(r.choice([1, 30, 60, 100, 200, 10**6])))
+        found, steps, num_rows = [], [], 0
+        for _, blocks in arrays._parts("", rows, None, final_rows):
+            for block, is_last in steps_of(blocks, form, final_rows):
+                num_rows += len(is_last) + (form == "same_step") * int(is_last.sum())
+                for at in range(len(is_last)):
+                    one = nth(block, at)
+                    steps.append((one.obs, one.action, bool(one.terminated), bool(one.truncated)))
+                    if is_last[at]:
+                        final = one.final_obs
+                        if form == "next_step":
+                            final, *_ = steps.pop()
+                        found.append((steps, final))
+                        steps = []
+        assert not steps
+        wanted = listed(rows, form, final_rows)
+        if form == "same_step_no_final_obs":
+            found, wanted = ([(own, None) for own, _ in each] for each in (found, wanted))
+        either = [
+            [([(*one[:3], one[2] or one[3]) for one in own], final) for own, final in each]
+            for each in (found, wanted)
+        ]
+        assert either[0] == either[1]
+        assert datasets.required_capacity(rows, 1, form, final_rows=final_rows) == num_rows
 
 
 @pytest.mark.parametrize("num_envs", [3, *[1] * ALL])
