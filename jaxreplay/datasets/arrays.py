@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxreplay._util import checks
 from jaxreplay._util.aliases import PyTree
-from jaxreplay._util.names import kind_of, named
+from jaxreplay._util.names import kind_of, named, spec_text
 from jaxreplay.autoreset import FORMS
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.datasets.episodes import (
@@ -356,10 +356,14 @@ def _blocks(
         and all(array.shape[0] == total + 1 for array in obs)
     )
     if "next_obs" in fields:
-        each = (dict(named(fields[field])) for field in ("obs", "next_obs"))
-        here, after = ({name: (x.shape, x.dtype) for name, x in tree.items()} for tree in each)
+        here, after = (
+            ", ".join(f"{name} {spec_text(one)}".strip() for name, one in named(fields[field]))
+            for field in ("obs", "next_obs")
+        )
         if here != after:
-            raise ValueError(f"{where}: next observations {after} must be like observations {here}")
+            raise ValueError(
+                f"{where}: next observations must be like observations, {here}; they are {after}"
+            )
     lengths = {
         array.name: array.shape[0] - (is_longer and array in obs)
         for array in jax.tree.leaves(fields)
