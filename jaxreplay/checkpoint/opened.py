@@ -87,7 +87,7 @@ class SavedRows(HostRows):
 
     def _mapped(self, store: Folder, group: Group) -> dict[str, np.ndarray]:
         try:
-            content = np.memmap(f"{store.name}/{group.file}", np.uint8, "r")
+            content = np.asarray(np.memmap(f"{store.name}/{group.file}", np.uint8, "r"))
         except (OSError, ValueError) as error:  # of an empty file
             raise CorruptCheckpointError(f"{group.file}: {error}") from error
         if group.sums is not None and len(content) != group.sums.size:
