@@ -5,7 +5,7 @@
 # make docs      builds the docs into out/docs, and runs every code cell
 # make examples  runs every example in full (20 minutes)
 # make recipes   runs the steps of env libraries that are not among the tests' own (Brax, Jumanji, Craftax, EnvPool)
-# make datasets  reads what LeRobot, TensorFlow Datasets and OGBench wrote
+# make datasets  reads what LeRobot, TensorFlow Datasets, flashbax and zarr write, beside LeRobot's and OGBench's own loaders
 # make compat    older and newer JAX and Python; the tests of flashbax, Brax and Stable-Baselines3 over our buffers (20 minutes)
 # make soak PART=NAME    the same checks at full size, a part of at most 20 minutes
 # make mutations  breaks the package in 41 ways, each of which a test must notice
@@ -174,7 +174,7 @@ recipes: $(RECIPES)/installed
 	$(RECIPES)/bin/python -m pytest -q tests/test_examples.py -k steps_of_each_library
 	$(RECIPES)/bin/python examples/steps.py
 
-# Without the dependencies that they declare, as LeRobot's PyTorch is an older one.
+# The other libraries without the dependencies that they declare: LeRobot's PyTorch is an older one.
 PEERS := .venv-datasets
 $(PEERS)/installed: Makefile pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(PEERS)
@@ -182,7 +182,7 @@ $(PEERS)/installed: Makefile pyproject.toml constraints.txt
 	$(PEERS)/bin/pip --disable-pip-version-check -q install --no-deps lerobot==0.4.4 torchvision==0.22.1 "numpy==2.3.*" datasets==4.8.5 "huggingface-hub<1" accelerate safetensors jsonlines draccus==0.10.0 \
 		multiprocess dill xxhash fsspec aiohttp einops deepdiff termcolor orderly-set mergedeep pyyaml pyyaml-include toml typing_inspect mypy_extensions hf_xet aiosignal frozenlist multidict yarl \
 		propcache aiohappyeyeballs httpx httpcore anyio h11 tensorflow-datasets array_record etils "protobuf<7" promise dm-tree immutabledict simple_parsing docstring_parser \
-		importlib_resources zipp tensorflow-metadata googleapis-common-protos wrapt psutil ogbench
+		importlib_resources zipp tensorflow-metadata googleapis-common-protos wrapt psutil ogbench zarr numcodecs donfig google-crc32c
 	touch $@
 
 datasets: $(PEERS)/installed

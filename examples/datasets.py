@@ -3,7 +3,7 @@
     state = jaxreplay.datasets.from_episodes(open_x(source), buffer)
 
 Each is small, since `jaxreplay.datasets.from_arrays` reads whatever has arrays by name. `make
-datasets` tries them on files that the other libraries wrote.
+datasets` tries them on small files.
 
 References:
   O'Neill et al., "Open X-Embodiment" (2023); Ramos et al., "RLDS" (2021).

@@ -12,7 +12,7 @@ was killed, and it goes on.
 
 The claim: an arm with two velocities, which sees its target in the image alone and gets 1 where it
 arrives, arrives in at least 95 of 100 tests, for each of the seeds 0, 1 and 2. The demonstrations
-are made here, by an operator who is not steady, and written as LeRobot does.
+are made here, by an operator who is not steady, and written in LeRobot's format.
 
 References:
   Luo et al., "SERL: A Software Suite for Sample-Efficient Robotic Reinforcement Learning" (2024),
@@ -196,7 +196,6 @@ def loss(params, target, batch, key):
     """Return the sum of three losses, float32[], each of which changes its own parameters."""
     t, (next_key, key) = batch.experience, jax.random.split(key)
     alpha, stop = jnp.exp(params["log_alpha"]), jax.lax.stop_gradient
-    # each view of an image is encoded once
     next_features = ENCODER.apply(params["encoder"], t.next_obs)
     next_action, _ = chosen(params["actor"], next_features, next_key)
     next_value = CRITICS.apply(

@@ -193,3 +193,36 @@ def test_a_file_of_ogbench(recipes, tmp_path):
             ),
         )
     }
+
+
+def test_a_zarr_group_of_a_diffusion_policy(recipes, tmp_path):
+    zarr = pytest.importorskip("zarr", reason="make datasets has it")
+    group, number = zarr.open_group(tmp_path / "a.zarr", mode="w"), np.arange(20, dtype=np.float32)
+    data, meta = group.create_group("data"), group.create_group("meta")
+    for name, values in (("img", np.zeros((20, 4, 4, 3), np.uint8)), ("state", number)):
+        data.create_array(name, data=values, chunks=(6, *values.shape[1:]))
+    data.create_array("action", data=-number)
+    meta.create_array("episode_ends", data=np.array([7, 20]))
+    replay = jr.uniform(capacity=32, batch_size=4, autoreset="same_step")
+    state = recipes.diffusion_policy(zarr.open(tmp_path / "a.zarr", mode="r"), replay)
+    found = [*datasets.to_episodes(replay, state)]
+    states = [one.observations["state"].tolist() for one in found]
+    assert states == [[*range(7)], [*range(7, 20)]]
+    assert [-one.actions for one in found][1].tolist() == [*range(7, 19)]
+
+
+def test_an_hdf5_file_of_robomimic(recipes, tmp_path):
+    h5py = pytest.importorskip("h5py", reason="the minari extra is not installed")
+    with h5py.File(tmp_path / "a.hdf5", "w") as file:
+        for index, length in enumerate((3, 5)):
+            number = np.arange(length, dtype=np.float32) + 10 * index
+            demo = file.create_group(f"data/demo_{index}")
+            demo["obs/eef"], demo["next_obs/eef"] = number, number + 1
+            demo["actions"], demo["rewards"] = number, number
+            demo["dones"] = np.arange(length) == length - 1
+        file["mask/train"] = np.array([b"demo_0"])
+        replay = jr.uniform(capacity=32, batch_size=4, autoreset="next_step")
+        found = [*datasets.to_episodes(replay, recipes.robomimic(file, replay))]
+    states = [one.observations["eef"].tolist() for one in found]
+    assert states == [[0, 1, 2, 3], [10, 11, 12, 13, 14, 15]]
+    assert all(one.terminations[-1] for one in found)

@@ -92,7 +92,7 @@ class Tiered:
       [3.0, 3.0, 3.0, 3.0]
     """
 
-    is_read_only = False
+    is_read_only = False  # True if no rows can be added
     _takes: type = ReplayBuffer  # of the buffer
     _index_type: type = IndexBuffer
 

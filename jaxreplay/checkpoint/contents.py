@@ -23,7 +23,7 @@ _FEW_ROWS = 2**22  # whose numbers take little memory
 
 
 def generation_of(
-    path: Any, step: int | None, member: str, timeout: float
+    path: Any, step: int | None, member: str, timeout: float, where: str = "inspect"
 ) -> tuple[Files, Manifest]:
     """Return the store and the manifest of the newest checkpoint under a path, or of a step's.
 
@@ -32,6 +32,7 @@ def generation_of(
       step: Step of the checkpoint, or None for the newest.
       member: Name of a mixture's member, "" for a buffer that is no mixture.
       timeout: Seconds that a request to an object store may take.
+      where: Name of the called function, for errors. Default: "inspect".
 
     Raises:
       FileNotFoundError: There is no checkpoint, or none of that step.
@@ -55,7 +56,7 @@ def generation_of(
         what = f"member {printable(repr(member))}" if member else "rows of a replay"
         kind = printable(manifest.buffer.partition("(")[0])
         raise ValueError(
-            f"inspect: {store.name} is a checkpoint of a {kind}"
+            f"{where}: {store.name} is a checkpoint of a {kind}"
             + (f": pass member= one of {names}" if names else f", which has no {what}")
         )
     return store, manifest

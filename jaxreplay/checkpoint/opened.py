@@ -36,7 +36,7 @@ class SavedRows(HostRows):
     Args:
       store: The checkpoint's files.
       member: The rows.
-      cache_bytes: Memory for files that cannot be mapped.
+      cache_bytes: Bytes that are kept of files that cannot be mapped; at least one file is.
     """
 
     def __init__(self, store: Files, member: Member, cache_bytes: int):
@@ -52,8 +52,9 @@ class SavedRows(HostRows):
             is_left = picked.number >= member.first[picked.env]
             row = rows_at(picked, member.length)[is_left]
             self._group[row], self._place[row] = number, np.flatnonzero(is_left)
-        self._maps: dict[int, dict[str, np.ndarray]] = {}  # arrays of groups
-        self._kept: dict[int, dict[str, np.ndarray]] = {}  # those that were read, the latest last
+        # arrays of groups, by their numbers: mapped ones, and read ones, the latest last
+        self._maps: dict[int, dict[str, np.ndarray]] = {}
+        self._kept: dict[int, dict[str, np.ndarray]] = {}
         self._lock = threading.Lock()
 
     def take(self, name: str, rows: np.ndarray) -> np.ndarray:
@@ -71,6 +72,7 @@ class SavedRows(HostRows):
         return found
 
     def _arrays_of(self, number: int) -> dict[str, np.ndarray]:
+        """Return the arrays of a group by name, [K, ...] each."""
         with self._lock:
             if number in self._maps:
                 return self._maps[number]
@@ -86,6 +88,8 @@ class SavedRows(HostRows):
             return found
 
     def _mapped(self, store: Folder, group: Group) -> dict[str, np.ndarray]:
+        """Map the arrays of a group into memory. Raises a CorruptCheckpointError if its file is
+        missing or has another size."""
         try:
             content = np.asarray(np.memmap(f"{store.name}/{group.file}", np.uint8, "r"))
         except (OSError, ValueError) as error:  # of an empty file
@@ -125,7 +129,7 @@ class Opened(Tiered):
         member: str,
         cache_bytes: int,
     ):
-        self._saved, self._manifest = generation_of(path, step, member, 60.0)
+        self._saved, self._manifest = generation_of(path, step, member, 60.0, "open")
         self._name, own = member, self._manifest.members[member]
         if TOKEN in self._manifest.rest:
             raise ValueError(

@@ -95,7 +95,8 @@ def from_arrays(
       >>> import numpy as np, jaxreplay as jr
       >>> from jaxreplay.datasets import from_arrays
       >>> ends = np.array([False, False, True, False, False, True])
-      >>> arrays = {"observations": np.arange(6.0), "actions": np.zeros(6), "terminals": ends}
+      >>> arrays = {"observations": np.arange(6.0), "actions": np.zeros(6), "rewards": np.ones(6)}
+      >>> arrays |= {"terminals": ends}
       >>> buffer = jr.uniform(capacity=8, batch_size=2, autoreset="next_step")
       >>> state = from_arrays(arrays, buffer, final_rows=True)
       >>> int(buffer.size(state))  # two transitions of each episode
@@ -125,7 +126,8 @@ def required_capacity(
 ) -> int:
     """Return the smallest capacity of a buffer that takes all rows of a source.
 
-    It reads the flags, and the observations if the source has next observations.
+    It reads the flags and the first row of each array, and the observations if the source has next
+    observations.
 
     Args:
       source: Arrays, as for `from_arrays`, or episodes, as for `from_episodes`.
@@ -135,14 +137,14 @@ def required_capacity(
       final_rows: As for `from_arrays`. Default: False.
 
     Raises:
-      ValueError: As for `from_arrays`.
+      ValueError: `num_envs` or `autoreset` is out of range, or as for `from_arrays`.
 
     Example:
       >>> import numpy as np
       >>> from jaxreplay.datasets import required_capacity
       >>> ends = np.array([False, False, True, False, False, True])
-      >>> arrays = {"observations": np.arange(6.0), "actions": np.zeros(6), "terminals": ends}
-      >>> required_capacity(arrays)  # six transitions, and two final observations
+      >>> arrays = {"observations": np.arange(6.0), "actions": np.zeros(6), "rewards": np.ones(6)}
+      >>> required_capacity(arrays | {"terminals": ends})  # six steps, two final observations
       8
     """
     checks.check_size("required_capacity", "num_envs", num_envs)
@@ -177,9 +179,9 @@ def _parts(
             f"{called}: names has {', '.join(sorted(unknown))}; its keys are {', '.join(_NAMES)}"
         )
 
-    def place(group: Any, *names: str) -> str:
+    def place(group: Any, *part: str) -> str:
         path = getattr(getattr(group, "file", group), "filename", None)  # of a group in h5py, too
-        return ": ".join(filter(None, (called, path, *names)))
+        return ": ".join(filter(None, (called, path, *part)))
 
     def rows(where: str, group: Any, is_episode: bool = False) -> Iterator[Rows]:
         fields = _fields(where, group, names, is_episode)
@@ -304,6 +306,8 @@ def _fields(
     fields = {}
     for field, usual in _NAMES.items():
         if jax.tree.leaves(found := _first(where, group, names, field)):
+            if field in _NUMBERS and not isinstance(found, _Array):
+                raise ValueError(f"{where}: {field}: expected one array, got a group")
             fields[field] = found
             continue
         is_needed = field in _REQUIRED and not (
@@ -341,9 +345,6 @@ def _blocks(
       counts: Read only what tells the number of rows.
       is_episode: They are one episode, and may have no row.
     """
-    for field in fields.keys() & {*_NUMBERS}:
-        if not isinstance(fields[field], _Array):
-            raise ValueError(f"{where}: {field}: expected one array, got a group")
     episode_ends = fields.pop("episode_ends", None)
     if final_rows:  # the next observation is the next row's
         fields.pop("next_obs", None)
@@ -355,22 +356,7 @@ def _blocks(
         and "next_obs" not in fields
         and all(array.shape[0] == total + 1 for array in obs)
     )
-    if "next_obs" in fields:
-        here, after = (
-            ", ".join(f"{name} {spec_text(one)}".strip() for name, one in named(fields[field]))
-            for field in ("obs", "next_obs")
-        )
-        if here != after:
-            raise ValueError(
-                f"{where}: next observations must be like observations, {here}; they are {after}"
-            )
-    lengths = {
-        array.name: array.shape[0] - (is_longer and array in obs)
-        for array in jax.tree.leaves(fields)
-    }
-    if len(set(lengths.values())) != 1 or not (total or is_episode):
-        text = ", ".join(f"{each.name} {each.shape[0]}" for each in jax.tree.leaves(fields))
-        raise ValueError(f"{where}: arrays need the same number of rows, at least 1, got {text}")
+    _check_alike(where, fields, obs if is_longer else [], total, is_episode)
     ends = None if episode_ends is None else episode_ends.read_ends(total)
     if counts:
         compared = fields["obs"] if "next_obs" in fields else ()
@@ -378,23 +364,13 @@ def _blocks(
     row_bytes = sum(array.row_bytes for array in jax.tree.leaves(fields))
     most = max(BLOCK_BYTES // max(row_bytes, 1), 1)
     flags = [jax.tree.leaves(fields.pop(field, None)) for field in _FLAGS]
-    agents = {sum(math.prod(one.shape[1:]) for one in each) for each in flags} - {0, 1}
-    if len(agents) > 1:
-        raise ValueError(f"{where}: flags are of {' and '.join(map(str, agents))} agents")
     for start in range(0, total, most):
         stop = min(start + most, total)
-        none = np.zeros(stop - start, bool)
-        is_terminated, is_truncated = (
-            np.concatenate([one.read_flags(start, stop) for one in each] or [none[:, None]], axis=1)
-            for each in flags
-        )
-        # where each agent has ended
-        is_end = (is_terminated | is_truncated).min(axis=1)
-        terminated, truncated = is_terminated.min(axis=1), is_truncated.min(axis=1)
+        terminated, truncated = _read_flags(flags, start, stop)
         if final_rows:  # a flag says where the episode's rows end, not why
-            terminated = none
-        truncated |= is_end & ~terminated
-        read = {"reward": none.astype(np.float32), "part": None}
+            truncated |= terminated
+            terminated = np.zeros_like(terminated)
+        read = {"reward": np.zeros(stop - start, np.float32), "part": None}
         for field, tree in fields.items():
             call = "read_numbers" if field == "episode" else "read"
             one_more = is_longer and field == "obs"
@@ -408,6 +384,51 @@ def _blocks(
             read["part"] = np.searchsorted(ends, np.arange(start, stop), side="right")
         read["reward"] = jax.tree.map(_narrow, read["reward"])
         yield Rows(**read, terminated=terminated, truncated=truncated)
+
+
+def _check_alike(
+    where: str, fields: dict[str, PyTree], longer: list[_Array], total: int, is_episode: bool
+) -> None:
+    """Raise a ValueError if arrays do not fit each other.
+
+    Args:
+      where: Name of the called function and the file, for the error.
+      fields: The arrays of each field.
+      longer: Arrays that have one row more than the others.
+      total: Number of rows of the others.
+      is_episode: They are one episode, and may have no row.
+    """
+    if "next_obs" in fields:
+        here, after = (
+            ", ".join(f"{name} {spec_text(one)}".strip() for name, one in named(fields[field]))
+            for field in ("obs", "next_obs")
+        )
+        if here != after:
+            raise ValueError(
+                f"{where}: next observations must be like observations, {here}; they are {after}"
+            )
+    arrays = jax.tree.leaves(fields)
+    lengths = {array.shape[0] - (array in longer) for array in arrays}
+    if lengths != {total} or not (total or is_episode):
+        text = ", ".join(f"{array.name} {array.shape[0]}" for array in arrays)
+        raise ValueError(f"{where}: arrays need the same number of rows, at least 1, got {text}")
+    each = [jax.tree.leaves(fields.get(field)) for field in _FLAGS]
+    agents = {sum(math.prod(one.shape[1:]) for one in of_field) for of_field in each} - {0, 1}
+    if len(agents) > 1:
+        raise ValueError(f"{where}: flags are of {' and '.join(map(str, agents))} agents")
+
+
+def _read_flags(flags: list[list[_Array]], start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    """Read which rows are terminated, and which truncated, bool[K] both: where each agent has
+    ended."""
+    no_agent = np.zeros((stop - start, 1), bool)
+    terminated, truncated = (
+        np.concatenate([one.read_flags(start, stop) for one in each] or [no_agent], axis=1)
+        for each in flags
+    )
+    is_end = (terminated | truncated).min(axis=1)
+    is_terminated = terminated.min(axis=1)
+    return is_terminated, truncated.min(axis=1) | (is_end & ~is_terminated)
 
 
 def _narrow(values: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Episodes, and a buffer's state made of them.
 
-A source of rows is read a block at a time, and no episode is ever whole in memory: rows go to the
-buffer while their episode's end is unknown still.
+A source of rows is read a block at a time, and a block goes to the buffer before the end of its
+last episode is read: an episode may be larger than memory.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ class Rows(NamedTuple):
       truncated: bool[K].
       next_obs: Pytree with leaves [K, ...], or None if the source has none.
       extras: Pytree with leaves [K, ...], or None.
-      part: Array [K], equal for rows of one episode; None if the flags alone end episodes.
+      part: int64[K], equal for rows of one episode; None if the source has no such numbers.
     """
 
     obs: PyTree
@@ -86,10 +86,10 @@ def from_episodes(
 ) -> ReplayState:
     """Return a buffer's state with all transitions of some episodes, or of a Minari dataset.
 
-    Each episode goes to the env with the fewest rows so far. Memory holds the state and a few steps
-    beside it. If an episode has an end before its last step, the next step opens another episode.
-    If several envs of the buffer always step together, shorter ones are filled up with rows that
-    are never sampled, and the state is copied once.
+    Each episode goes to the env with the fewest rows so far. Memory holds the state, and an episode
+    at a time with a copy of it. If an episode has an end before its last step, the next step opens
+    another episode. If several envs of the buffer always step together, shorter ones are filled up
+    with rows that are never sampled, and the state is copied once.
 
     Args:
       episodes: `Episode`s, or objects with their fields, such as those of a `minari.MinariDataset`,
@@ -156,14 +156,14 @@ def fill(
       total: Number of rows, for the progress bar. Default: unknown.
     """
     plain = buffer.buffer if isinstance(buffer, Tiered) else buffer
-    check_buffer(where, plain)
+    _check_buffer(where, plain)
     state, num_envs, form = None, plain.num_envs, plain.autoreset
     # Envs get episodes of different lengths, so some take no step.
     has_mask, calls = num_envs > 1 or plain.allow_mask, buffer
     if not isinstance(buffer, Tiered):
         calls = jit(dataclasses.replace(buffer, allow_mask=has_mask))
         into = into if into is None else calls.adopt(into)
-    elif has_mask > plain.allow_mask:
+    elif has_mask and not plain.allow_mask:
         raise ValueError(f"{where}: the tiered buffer of several envs needs allow_mask=True")
     if into is not None:
         example = example_of(into.layout, into.rows.steps) if example is None else example
@@ -211,7 +211,7 @@ class Deal:
       form: The buffer's `autoreset`.
 
     Attributes:
-      used: Number of rows of each env.
+      used: Number of rows of each env, E of them.
     """
 
     def __init__(self, num_envs: int, form: str | None):
@@ -230,7 +230,7 @@ class Deal:
                     self._env = self.used.index(min(self.used))
 
 
-def check_buffer(where: str, buffer: Any) -> None:
+def _check_buffer(where: str, buffer: Any) -> None:
     """Raise a ValueError unless a buffer stores steps."""
     if not isinstance(buffer, ReplayBuffer) or buffer.autoreset is None:
         raise ValueError(
@@ -286,7 +286,8 @@ def steps_of(
 
     An episode ends at a flag, where `part` changes, where `next_obs` is not the next row's
     observation, and with the last row. If its final observation is unknown, it repeats the last one
-    after a termination. Else the last row is the final observation, and no step.
+    after a termination, or if the buffer reads none. Else the last row is the final observation,
+    and no step.
 
     Args:
       blocks: Blocks of rows, in order.
@@ -351,13 +352,27 @@ def _steps(
     is_alone: np.ndarray,
     is_cut: np.ndarray,
 ) -> tuple[Step, np.ndarray]:
-    """Make steps of the first rows."""
+    """Make steps of the first rows.
+
+    Args:
+      rows: N rows, of which the last may be of an episode that goes on.
+      num: Number of rows that become steps, at least 1.
+      form: The buffer's `autoreset`.
+      ends: bool[N], True for the last row of each episode.
+      is_final: bool[N], True for rows that are a final observation, and no step.
+      is_alone: bool[N], those of them that have no step before.
+      is_cut: bool[N], True for rows whose next row is the final observation.
+
+    Returns:
+      Steps [K, ...], and bool[K], the last of each episode.
+    """
     here = slice(num)
     truncated = (rows.truncated | is_cut | (ends & ~rows.terminated))[here]
     if form == "next_step":  # a step for each final observation: a row itself, or one more
         count = 1 + (ends & ~is_final)[here] - is_alone[here]
         order = np.repeat(np.arange(num), count)
-        is_more = np.append(False, order[1:] == order[:-1]) if num else order
+        is_more = np.zeros(len(order), bool)
+        is_more[1:] = order[1:] == order[:-1]
         is_last = is_final[order] | is_more
         obs, final_obs = at(rows.obs, order), None
         if rows.next_obs is not None and is_more.any():

@@ -23,24 +23,20 @@ _VAULT = 1  # version of vaults, without what follows the point
 
 
 class File(Mapping[str, Any]):
-    """Arrays of a file or a folder by name, for `from_arrays`; or several such mappings.
+    """Arrays of a file or a folder by name, or mappings of arrays, for `from_arrays`.
 
     Args:
       filename: Its path.
       names: Names of the arrays.
-      make: Returns the array of a name.
+      make: Returns the array, or the mapping, of a name.
 
     Attributes:
       filename: Its path.
-      tasks: The text of each task, of a LeRobot dataset. Default: [].
-      total_steps: Number of rows of all mappings. Default: None, unknown.
     """
 
     def __init__(self, filename: Any, names: Iterable[str], make: Callable[[str], Any]):
         self.filename = os.fspath(filename)
         self._names, self._make = dict.fromkeys(names), make
-        self.tasks: list[str] = []
-        self.total_steps: int | None = None
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._names:
@@ -68,7 +64,8 @@ class Forward:
 
     def _forget(self) -> None:
         self._blocks: Iterator[np.ndarray] | None = None
-        self._start, self._held = 0, np.zeros(0)  # rows that were read, and have not been asked for
+        # rows from a number on: those that were asked for last, and more that were read with them
+        self._start, self._held = 0, np.zeros(0)
 
     @functools.cached_property
     def _spec(self) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -275,6 +272,7 @@ def open_vault(path: Any) -> list[File]:
         raise ValueError(f"open_vault: {folder} is no vault: metadata.json: {error}") from error
     if version != _VAULT:
         raise ValueError(f"open_vault: {folder} has version {version}; known are {_VAULT}.x")
+    # a chunk has rows of all envs, which are read one env after another
     context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 2**25}})
 
     def opened(name: str) -> Any:

@@ -14,15 +14,28 @@ from jaxreplay.datasets.files import File, Forward, imported, open_parquet
 _FLAGS = "terminals", "timeouts"
 
 
-def open_lerobot(root: Any, episodes: Iterable[int] | None = None) -> File:
+class Episodes(File):
+    """Episodes of a LeRobot dataset, by index as text: a mapping of arrays each.
+
+    Attributes:
+      filename: The dataset's folder.
+      tasks: The text of each task, by `task_index`.
+      total_steps: Number of frames.
+    """
+
+    tasks: list[str]
+    total_steps: int
+
+
+def open_lerobot(root: Any, episodes: Iterable[int] | None = None) -> Episodes:
     """Return the episodes of a LeRobot dataset of version 2 or 3, for `from_arrays`.
 
     Each has its columns by name, and the usual fields: "observations" is a dict of the columns
     `observation.*`, such as `{"state": ..., "images.top": ...}`; "rewards" are `next.reward`, or 0;
-    "terminals" are `next.terminated`, or `next.success` with `next.done`. Images and frames of
-    videos are uint8[H, W, C], and are decoded when they are read. Pass `names` to `from_arrays` for
-    some columns alone, or further ones: `{"obs": {"top": "observation.images.top"}, "extras":
-    {"task": "task_index", "time": "timestamp"}}`.
+    "terminals" are `next.terminated`, or `next.success` with `next.done`, and "timeouts" are other
+    ends. Images and frames of videos are uint8[H, W, C], and are decoded when they are read. Pass
+    `names` to `from_arrays` for some columns alone, or further ones: `{"obs": {"top":
+    "observation.images.top"}, "extras": {"task": "task_index", "time": "timestamp"}}`.
 
     LeRobot stores no observation after an episode's last action. With
     `autoreset="same_step_no_final_obs"` that row is stored, and `jr.chunks` samples it. With
@@ -38,7 +51,8 @@ def open_lerobot(root: Any, episodes: Iterable[int] | None = None) -> File:
     Raises:
       ImportError: PyArrow is not installed; when they are read, PyAV for videos, and Pillow for
         images.
-      ValueError: The folder holds no dataset, an episode is not in it, or a file is damaged.
+      ValueError: The folder holds no dataset, an episode is not in it, or a file is damaged; of a
+        file with frames, `from_arrays` raises it.
     """
     root = Path(root)
     try:
@@ -50,7 +64,7 @@ def open_lerobot(root: Any, episodes: Iterable[int] | None = None) -> File:
         raise ValueError(f"open_lerobot: {root}: there is no {error}") from error
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"open_lerobot: {root} is no dataset: {error}") from error
-    found = File(root, map(str, chosen), lambda index: dataset.episode(int(index)))
+    found = Episodes(root, map(str, chosen), lambda index: dataset.episode(int(index)))
     found.tasks, found.total_steps = dataset.tasks, sum(lengths)
     return found
 

@@ -19,11 +19,11 @@ def open(
 ) -> Replay:
     """Open a checkpoint to sample from its rows where they lie; needs `jaxreplay[checkpoint]`.
 
-    The device gets an index of them, of 5 to 17 bytes a row. A batch reads its own rows alone, from
-    files that are mapped into memory, if they are on this machine and were written with
-    `compression_level=None`. Of others whole files are read, and the last ones are kept: that is
-    fast if all of them fit in `cache_bytes`. Several processes may open a checkpoint at a time. A
-    save under the same path may delete its files.
+    The device gets an index of them, of 5 to 17 bytes a row, and the host 8 bytes a row. A batch
+    reads its own rows alone, from files that are mapped into memory, if they are on this machine
+    and were written with `compression_level=None`. Of others whole files are read, and the last
+    ones are kept: that is fast if all of them fit in `cache_bytes`. Several processes may open a
+    checkpoint at a time. A save under the same path may delete its files.
 
     Args:
       path: As for `checkpoint.Checkpointer`, what a `Checkpointer` or `Replay.save` wrote.
@@ -34,7 +34,7 @@ def open(
       step: Step of the checkpoint. Default: the newest.
       member: Name of the mixture's member whose rows are opened. Default: "", without a mixture.
       cache_bytes: Bytes of decompressed files that are kept. Default: 256 MiB.
-      options: Of `jaxreplay.Replay`: `seed`, `framework`, `prefetch`.
+      options: Of `jaxreplay.Replay`, such as `seed`, `framework` and `prefetch`.
 
     Returns:
       A `Replay`. Its `sample`, `get`, `update_priorities`, `metrics` and `len` work; whatever

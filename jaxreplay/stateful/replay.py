@@ -141,6 +141,7 @@ class Replay:
                 StateOwner(buffer, Draws(seed), device)
                 if rows == "device"
                 else TieredOwner(
+                    # `jaxreplay.open` has made one
                     rows if isinstance(rows, Tiered) else tiered(buffer, rows=rows),
                     Draws(seed),
                     ahead=prefetch > 0,
