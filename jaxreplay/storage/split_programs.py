@@ -16,15 +16,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import (
-    ClosedJaxpr,
-    DebugInfo,
-    Jaxpr,
-    Literal,
-    Primitive,
-    jaxpr_as_fun,
-    jaxprs_in_params,
-)
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
 _rows_p = Primitive("rows_of_the_host")
@@ -81,7 +73,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Split:
-    """A function in two parts.
+    """A function in two parts, which equals itself alone.
 
     Attributes:
       requests: The rows to gather between them.
@@ -90,20 +82,12 @@ class Split:
       second: Takes the gathered rows, [*request.shape, ...], and what it needs. Returns the leaves
         of the result that depend on rows.
       joined: Takes the leaves that depend on rows, and those that do not. Returns the result.
-      text: What `second` and `joined` do. Those of equal texts are equal.
     """
 
     requests: tuple[Request, ...]
     first: Callable[..., tuple[list[Any], list[Any], list[Any], Any]]
     second: Callable[..., list[Any]]
     joined: Callable[[Iterable[Any], Iterable[Any]], Any]
-    text: str
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Split) and self.text == other.text
-
-    def __hash__(self) -> int:
-        return hash(self.text)
 
 
 def split(function: Callable[..., Any], *arguments: Any) -> Split:
@@ -124,10 +108,10 @@ def split(function: Callable[..., Any], *arguments: Any) -> Split:
 
     # Which equations depend on rows.
     live = _needed(jaxpr.eqns, _variables(jaxpr.outvars))
-    requests, late, unknown = [], [], set()
+    requests, early, late, unknown = [], [], [], set()
     for eqn in live:
         depends = any(one in unknown for one in _variables(eqn.invars))
-        if any(map(_reads, jaxprs_in_params(eqn.params))):
+        if any(map(_reads, _inner(eqn))):
             raise ValueError(
                 f"the view reads rows inside of {eqn.primitive}; of rows on the host it may read "
                 "none in a loop, a branch or a jit"
@@ -142,6 +126,7 @@ def split(function: Callable[..., Any], *arguments: Any) -> Split:
         elif depends:
             late.append(eqn)
         else:
+            early.append(eqn)
             continue
         unknown.update(eqn.outvars)
 
@@ -152,9 +137,11 @@ def split(function: Callable[..., Any], *arguments: Any) -> Split:
     used = dict.fromkeys(one for eqn in late for one in _variables(eqn.invars))
     needed = [one for one in used if one not in unknown]
     results = [*numbers, *needed, *known, *others]
-    early = _needed((eqn for eqn in live if eqn.outvars[0] not in unknown), _variables(results))
     # Constants may be traced: those that the second part needs are handed on.
-    first = _program(jaxpr.invars, early, results, jaxpr.constvars, closed.consts)
+    first = ClosedJaxpr(
+        _part(jaxpr, jaxpr.constvars, jaxpr.invars, _needed(early, _variables(results)), results),
+        closed.consts,
+    )
     made = [one for one, its_late in zip(outvars, is_late, strict=True) if its_late]
     ends = [*itertools.accumulate(map(len, (numbers, needed, known)))]
 
@@ -167,30 +154,23 @@ def split(function: Callable[..., Any], *arguments: Any) -> Split:
         late, known = iter(late), iter(known)
         return jax.tree.unflatten(structure, [next(late if one else known) for one in is_late])
 
-    second = _program([*gathered, *needed], late, made)
+    second = ClosedJaxpr(_part(jaxpr, [], [*gathered, *needed], late, made), [])
     asked = tuple(
         Request(eqn.params["name"], eqn.invars[0].aval.shape, eqn.invars[0].aval.size)
         for eqn in requests
     )
-    text = "\n".join(map(str, (asked, second.jaxpr, structure, is_late)))
-    return Split(asked, of_arguments, jaxpr_as_fun(second), joined, text)
+    return Split(asked, of_arguments, jaxpr_as_fun(second), joined)
 
 
 jax.tree_util.register_static(Split)
 
 
-def _program(
-    invars: Iterable[Any],
-    eqns: Iterable[Any],
-    outvars: Iterable[Any],
-    constvars: Iterable[Any] = (),
-    constants: Iterable[Any] = (),
-) -> ClosedJaxpr:
-    """Return equations as a program of `invars`, which returns `outvars`."""
-    invars, outvars = [*invars], [*outvars]
-    names = DebugInfo("split", "split_programs", ("",) * len(invars), ("",) * len(outvars))
-    part = Jaxpr([*constvars], invars, outvars, [*eqns], debug_info=names)
-    return ClosedJaxpr(part, [*constants])
+def _part(jaxpr: Jaxpr, constvars: Any, invars: Any, eqns: Any, outvars: Any) -> Jaxpr:
+    """Return some equations of a jaxpr as one of their own."""
+    new = {"constvars": constvars, "invars": invars, "eqns": eqns, "outvars": outvars}
+    if not hasattr(jaxpr.debug_info, "with_unknown_names"):  # before jax 0.5 the names must fit
+        new["debug_info"] = None
+    return jaxpr.replace(**new, effects=set().union(*(eqn.effects for eqn in eqns)))
 
 
 def _variables(some: Iterable[Any]) -> list[Any]:
@@ -198,18 +178,22 @@ def _variables(some: Iterable[Any]) -> list[Any]:
 
 
 def _needed(eqns: Iterable[Any], variables: Iterable[Any]) -> list[Any]:
-    """Return the equations that variables need."""
+    """Return the equations that variables need, and those that have effects, such as a print."""
     needed, kept = set(variables), []
     for eqn in reversed([*eqns]):
-        if any(one in needed for one in eqn.outvars):
+        if eqn.effects or any(one in needed for one in eqn.outvars):
             kept.append(eqn)
             needed.update(_variables(eqn.invars))
     return kept[::-1]
 
 
-def _reads(jaxpr: Any) -> bool:
+def _inner(eqn: Any) -> list[Any]:
+    """Return the jaxprs of an equation's loops, branches and calls."""
+    is_jaxpr = lambda value: isinstance(value, Jaxpr | ClosedJaxpr)
+    leaves = jax.tree.leaves([*eqn.params.values()], is_leaf=is_jaxpr)
+    return [getattr(one, "jaxpr", one) for one in leaves if is_jaxpr(one)]
+
+
+def _reads(jaxpr: Jaxpr) -> bool:
     """Return whether a jaxpr reads rows of the host."""
-    eqns = getattr(jaxpr, "jaxpr", jaxpr).eqns
-    return any(
-        eqn.primitive is _rows_p or any(map(_reads, jaxprs_in_params(eqn.params))) for eqn in eqns
-    )
+    return any(eqn.primitive is _rows_p or any(map(_reads, _inner(eqn))) for eqn in jaxpr.eqns)
