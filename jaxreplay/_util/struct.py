@@ -33,7 +33,8 @@ class Static:
     def with_given(self, values: Mapping[str, Any]) -> Self:
         """Return a copy with parameters of one call, also for fields.
 
-        The copy is for use within that call. It equals the configuration.
+        The copy is for use within that call. It equals only copies with the same `values`, an
+        object that may hold what is traced.
 
         Args:
           values: Values by name.
@@ -44,11 +45,13 @@ class Static:
         return other
 
     def _static_fields(self) -> dict[str, "Static"]:
-        return {name: value for name, value in vars(self).items() if isinstance(value, Static)}
+        fields = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))  # type: ignore[arg-type]
+        return {name: value for name, value in fields if isinstance(value, Static)}
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
         dataclasses.dataclass(frozen=True, kw_only=True, repr=False)(cls)
+        _compare_given(cls)
         of_init = inspect.signature(cls.__init__)  # `help` would show that of `__new__`
         cls.__signature__ = of_init.replace(parameters=[*of_init.parameters.values()][1:])
         jax.tree_util.register_static(cls)
@@ -83,6 +86,14 @@ class Static:
 
     def _check(self) -> None:
         """Raise a ValueError for invalid values. For subclasses to override."""
+
+
+def _compare_given(cls: Any) -> None:
+    """Have configurations of a class equal each other only if one call gave both their values."""
+    of_fields = cls.__eq__
+    cls.__eq__ = lambda self, other: (
+        self.given is getattr(other, "given", None) and of_fields(self, other)
+    )
 
 
 def static_field() -> Any:

@@ -331,8 +331,7 @@ class ReplayBuffer(Static, Generic[T]):
                 f"sample: {type(self.sampler).__name__} consumes rows: state, batch = "
                 "buffer.pop(state, key)"
             )
-        buffer = step_checks.of_call("sample", self, options) if options else self
-        return buffer._draw("sample", state, key, batch_size)[1]
+        return self._draw("sample", state, key, batch_size, options)[1]
 
     def pop(
         self,
@@ -365,11 +364,15 @@ class ReplayBuffer(Static, Generic[T]):
                 "buffer.sample(state, key)"
             )
         state = check_donated("pop", self, state)
-        buffer = step_checks.of_call("pop", self, options) if options else self
-        return buffer._draw("pop", state, key, batch_size)
+        return self._draw("pop", state, key, batch_size, options)
 
     def _draw(
-        self, where: str, state: ReplayState, key: Key | None, batch_size: int | None
+        self,
+        where: str,
+        state: ReplayState,
+        key: Key | None,
+        batch_size: int | None,
+        options: Any,
     ) -> tuple[ReplayState, Sample[T]]:
         if key is None:
             raise TypeError(
@@ -379,6 +382,7 @@ class ReplayBuffer(Static, Generic[T]):
         state = check_state(where, self, state)
         batch_size = self.batch_size if batch_size is None else batch_size
         checks.check_size(where, "batch_size", batch_size)
+        self = step_checks.of_call(where, self, options) if options else self
         rows = Sampleable.of(state)
         can_sample = self._can_sample(state, rows)
         sampler, row, probability = self.sampler.sample(state.sampler, rows, key, batch_size)
@@ -451,12 +455,12 @@ class ReplayBuffer(Static, Generic[T]):
           ValueError: The view is random and there is no key, or `index` is not of integers.
           TypeError: The buffer takes no such option.
         """
-        self = step_checks.of_call("get", self, options) if options else self
         if self.view.is_random and key is None:
             raise ValueError(
                 f"get: {type(self.view).__name__} is random: buffer.get(state, index, key)"
             )
         state = check_state("get", self, state)
+        self = step_checks.of_call("get", self, options) if options else self
         rows, lap = (index.row, index.lap) if isinstance(index, Index) else (index, None)
         row, is_valid = step_checks.as_rows("get", rows, self.capacity)
         members = Sampleable.of(state)

@@ -181,3 +181,29 @@ def test_what_was_learned_from_comes_less_often():
     expected[:2] = 1 / 7, 1 / 3
     found = np.asarray(get(state, 0).probability)[rows]
     np.testing.assert_allclose(found, expected / expected.sum(), rtol=1e-5)
+
+
+class Scaled(jr.views.View):
+    """A view whose `read` calls a jitted method of its own."""
+
+    takes = ("scale",)
+    needs_steps = False
+
+    @jax.jit
+    def scaled(self, item):
+        return jax.tree.map(lambda leaf: leaf * self.given["scale"], item)
+
+    def read(self, reader):
+        return self.scaled(reader.item())
+
+
+def test_a_jitted_method_of_a_view_has_the_values_of_each_call():
+    make = lambda: jr.ReplayBuffer(capacity=8, batch_size=2, sampler=jr.Uniform(), view=Scaled())
+    buffer = jr.jit(make())
+    state = buffer.extend(buffer.init({"x": np.float32(0)}), {"x": np.ones((3, 1), "f")})
+    draw = lambda scale: make().sample(state, jax.random.key(0), scale=scale).experience["x"]
+    assert jax.jit(draw)(2.0).tolist() == [2.0, 2.0]
+    assert jax.jit(lambda: draw(5.0))().tolist() == [5.0, 5.0]
+    both = jax.jit(lambda scale: (draw(scale).sum(), draw(3 * scale).sum()))
+    assert both(2.0) == (4.0, 12.0)
+    assert make() == make() != make().with_given({"scale": 2.0})
