@@ -1,6 +1,6 @@
 # make demo      trains an agent and leaves a plot in out/
 # make quick     lint, and a few tests of three buffers: for each change (half a minute)
-# make test      a test of each promise (10 to 16 minutes on two cores, less where its programs are in the cache)
+# make test      a test of each promise, and a program with the oldest JAX (10 to 16 minutes on two cores, less where its programs are in the cache)
 # make test-all PART=NAME  the same checks over more buffers, forms and seeds, docstrings and the oldest JAX: for each night; PART=list names them
 # make docs      builds the docs into out/docs, and runs every code cell
 # make examples  runs every example in full (20 minutes)
@@ -22,7 +22,7 @@ PYTEST := -m pytest -q -n 2 --dist loadgroup
 # gymnax 1.0.1 declares jax < 0.12 but runs on it, so that it is installed without its dependencies, and these are named here.
 EXAMPLES := flax optax matplotlib tqdm six gymnasium seaborn
 
-.PHONY: demo docs datasets examples lint quick test test-all test-oldest mutations compat soak recipes bench gpu aot clean
+.PHONY: demo docs datasets examples lint quick oldest test test-all test-oldest mutations compat soak recipes bench gpu aot clean
 $(VENV)/installed: Makefile pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt -e ".[test,dev,torch,sb3,tensordict,checkpoint,minari,lerobot,ray]" $(EXAMPLES)
@@ -70,24 +70,29 @@ quick: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/python $(PYTEST) -k "$(QUICK)" $(FEW) tests/test_layers.py
 
+# The oldest JAX and NumPy: an environment of all pinned versions, outside of the clone, where it is made once for all of them.
+OLDEST := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/jaxreplay/oldest-$(firstword $(shell cksum constraints-oldest.txt))
+$(OLDEST)/installed:
+	$(PYTHON) -m venv --clear $(OLDEST)
+	$(OLDEST)/bin/pip --disable-pip-version-check -q install -r constraints-oldest.txt
+	touch $@
+
+oldest: $(OLDEST)/installed
+	@echo "the oldest versions are in $(OLDEST)"
+	PYTHONPATH=$(CURDIR) $(OLDEST)/bin/python -W error tests/oldest.py
+
 # A run that compiles more programs than this fails: most of the time of the tests is compiling.
 MOST_PROGRAMS := 6200
-test: lint
+test: lint oldest
 	$(BIN)/python $(PYTEST) --durations=15 --most-programs $(MOST_PROGRAMS)
 
 mutations: $(VENV)/installed
 	$(BIN)/python tests/mutations.py
 
 # The main buffers with the oldest JAX that they run with.
-OLDEST := .venv-oldest
 OLDEST_TESTS := (next_step] or items] or steps]) and (reused_and_gone or extend_equals or are_the_steps or serialization) or 3-2-5-True or goes_on_to_the_last_bit and items
-$(OLDEST)/installed: Makefile pyproject.toml constraints-oldest.txt
-	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/pip --disable-pip-version-check -q install -c constraints-oldest.txt -e ".[test,checkpoint]"
-	touch $@
-
 test-oldest: $(OLDEST)/installed
-	$(OLDEST)/bin/python $(PYTEST) -k "$(OLDEST_TESTS)" $(FEW)
+	PYTHONPATH=$(CURDIR) $(OLDEST)/bin/python $(PYTEST) -k "$(OLDEST_TESTS)" $(FEW)
 
 # A part of the tests with the oldest JAX that works, one in the middle, and the newest with Python 3.12 and 3.13; and other
 # libraries' own tests over our buffers.
@@ -107,7 +112,7 @@ COMPAT_TESTS := ((next_step] or items] or steps]) and (reused_and_gone or extend
 	or 3-2-5-True or goes_on_to_the_last_bit and items or as_probable and (uniform or steps) or _loop or training_step)
 compat: $(OLDEST)/installed $(MIDDLE)/installed $(NEWEST:=/installed) $(VENV)/installed
 	set -e; for env in $(OLDEST) $(MIDDLE) $(NEWEST); do $$env/bin/python -c "import sys, jax; print('== Python', sys.version.split()[0], 'jax', jax.__version__)"; \
-	JAXREPLAY_CACHE=off $$env/bin/python $(PYTEST) -k "$(COMPAT_TESTS)" $(FEW) tests/buffers/test_in_place.py tests/samplers/test_laws.py tests/compat; done
+	PYTHONPATH=$(CURDIR) JAXREPLAY_CACHE=off $$env/bin/python $(PYTEST) -k "$(COMPAT_TESTS)" $(FEW) tests/buffers/test_in_place.py tests/samplers/test_laws.py tests/compat; done
 	$(BIN)/python -m tests.compat.peers flashbax
 	$(BIN)/python -m tests.compat.peers brax
 	XLA_FLAGS=--xla_force_host_platform_device_count=2 $(BIN)/python -m tests.compat.peers brax
@@ -230,4 +235,4 @@ aot:
 endif
 
 clean:
-	rm -rf $(VENV) $(AOT) $(GPU) $(OLDEST) $(MIDDLE) $(NEWEST) $(RECIPES) $(DOCS) out
+	rm -rf $(VENV) $(AOT) $(GPU) $(MIDDLE) $(NEWEST) $(RECIPES) $(DOCS) out
