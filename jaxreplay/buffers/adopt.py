@@ -9,7 +9,6 @@ from jaxreplay._util.checks import check_leaves
 from jaxreplay._util.names import kind_of
 from jaxreplay.buffers.state_checks import agents_problem, as_arrays, check_not_deleted, example_of
 from jaxreplay.samplers import Sampler
-from jaxreplay.samplers.sampler import by_last_name
 from jaxreplay.storage import adopt, newest_row, row_flags, stored_arrays
 from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.sampleable import Sampleable
@@ -33,7 +32,7 @@ def rebuilt(
     Args:
       buffer: The buffer.
       state: State with the same leaves, in which what is derived may be missing.
-      numbers: What its sampler knew, as `Sampler.numbers` returns it.
+      numbers: What its sampler knew, as `numbers_of` returns it.
       is_intact: Whether the rows are those of one run, none of them missing. Default: True.
     """
     layout, before = buffer.layout(), state.layout
@@ -55,7 +54,7 @@ def rebuilt(
         state, row = adopt.appended(empty, state)
         numbers = _placed(numbers, before, lambda values: _scattered(layout, row, values))
         state = adopt.derived(state, None)
-    sampler = buffer.sampler.from_numbers(Sampleable.of(state), by_last_name(numbers))
+    sampler = buffer.sampler._from_labelled(Sampleable.of(state), numbers)
     return state.replace(sampler=sampler)
 
 
@@ -73,7 +72,7 @@ def merged(buffer: Any, state: ReplayState, other: ReplayState) -> ReplayState:
     numbers, its = numbers_of(state), numbers_of(other)
     if layout.sampler is not None and before.sampler != layout.sampler:
         sampleable, sampler = Sampleable.of(other), buffer.sampler
-        its = sampler.numbers(sampler.from_numbers(sampleable, by_last_name(its)), sampleable)
+        its = sampler._labelled(sampler._from_labelled(sampleable, its), sampleable)
     state, row = adopt.appended(state, other)
     for name, values in numbers.items():
         if values.shape[:1] == (layout.capacity,):
@@ -82,7 +81,7 @@ def merged(buffer: Any, state: ReplayState, other: ReplayState) -> ReplayState:
         elif not values.ndim and jnp.issubdtype(values.dtype, jnp.floating):
             numbers[name] = jnp.maximum(values, its.get(name, values))
     state = adopt.derived(state, None)
-    sampler = buffer.sampler.from_numbers(Sampleable.of(state), by_last_name(numbers))
+    sampler = buffer.sampler._from_labelled(Sampleable.of(state), numbers)
     return state.replace(sampler=sampler)
 
 
@@ -129,9 +128,9 @@ def _check_dealt(where: str, before: Layout, layout: Layout) -> None:
 
 
 def numbers_of(state: ReplayState) -> dict[str, jax.Array]:
-    """Return what the sampler of a state knows, by name."""
+    """Return what the sampler of a state knows, by names that tell its class."""
     sampler: Sampler | None = state.layout.sampler
-    return {} if sampler is None else sampler.numbers(state.sampler, Sampleable.of(state))
+    return {} if sampler is None else sampler._labelled(state.sampler, Sampleable.of(state))
 
 
 def stored(state: ReplayState) -> dict[str, Any]:

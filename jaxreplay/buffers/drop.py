@@ -6,7 +6,6 @@ import jax.numpy as jnp
 
 from jaxreplay.buffers import step_checks
 from jaxreplay.buffers.adopt import numbers_of
-from jaxreplay.samplers.sampler import by_last_name
 from jaxreplay.storage import adopt, newest_row, ring, row_flags
 from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.storage.state import ReplayState, at
@@ -50,7 +49,7 @@ def dropped(buffer: Any, state: ReplayState, mask: Any) -> ReplayState:
     state = state.replace(rows=state.rows.replace(flags=flags), counters=counters)
     state = adopt.derived(state, layout)
     for name in numbers:
-        if name.rpartition(".")[2] == "num_waiting":  # a queue would count dropped rows as lost
+        if name.endswith("jaxreplay/Queue:num_waiting"):  # it would count dropped rows as lost
             numbers[name] *= 0
-    sampler = buffer.sampler.from_numbers(Sampleable.of(state), by_last_name(numbers))
+    sampler = buffer.sampler._from_labelled(Sampleable.of(state), numbers)
     return state.replace(sampler=sampler)

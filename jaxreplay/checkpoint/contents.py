@@ -18,7 +18,8 @@ from jaxreplay.checkpoint.store import store_at
 from jaxreplay.inspection.contents import COUNTERS, Contents, Rows, numbers_in_order
 from jaxreplay.storage import ring, stored_arrays
 
-_MASS = "sampler.mass"
+_OF_PRIORITIES = "sampler.jaxreplay/Prioritized:"  # begins the names of its numbers
+_MASS = f"{_OF_PRIORITIES}mass"
 _FEW_ROWS = 2**22  # whose numbers take little memory
 
 
@@ -139,8 +140,8 @@ def contents_of(store: Files, manifest: Manifest, name: str, max_bytes: int) -> 
         length=member.length,
         probability=probability,
         counters={
-            counter: float(rest(f"sampler.{counter}"))
+            counter: float(rest(_OF_PRIORITIES + counter))
             for counter in COUNTERS
-            if manifest.rest.get(own(f"sampler.{counter}"), "").endswith("[]")
+            if manifest.rest.get(own(_OF_PRIORITIES + counter), "").endswith("[]")
         },
     )

@@ -25,9 +25,6 @@ from jaxreplay.storage.state import ReplayState
 from jaxreplay.targets import weights_of
 from jaxreplay.types import Index, Sample, SampleOptions, T
 
-# metrics that add up
-SUMS = ("size", "num_bad_priorities", "num_stale_updates", "num_ignored_writes")
-
 
 class _Whole(NamedTuple):
     """Numbers of all D shards, the same on each.
@@ -302,7 +299,8 @@ class Local(Static, Generic[T]):
         # With beta 0, weights only correct for the shards' unequal shares.
         buffer = self.buffer.with_given({"beta": 0.0})
         batch = self._sampled(state, jax.random.key(0), num_draws, buffer)
-        sums = {name: own[name] for name in SUMS if name in own}
+        counts = ("size", "num_ignored_writes", *self.buffer.sampler.counts)
+        sums = {name: own[name] for name in counts if name in own}
         sums["fill"] = own["fill"] / self.num_shards
         alpha = getattr(self.buffer.sampler, "alpha", 1.0)
         if "mean_priority" in own:

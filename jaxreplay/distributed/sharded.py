@@ -375,8 +375,8 @@ class Sharded(Static, Generic[T]):
         return self._ask("can_sample", state)
 
     def metrics(self, state: ReplayState) -> dict[str, jax.Array]:
-        """Return figures to log, as `ReplayBuffer.metrics` does, of all shards together. Figures of
-        a sampler of your own are left out.
+        """Return figures to log, as `ReplayBuffer.metrics` does, of all shards together. Of a
+        sampler of your own, those that its `counts` names are added up; others are left out.
 
         Args:
           state: The buffer's state.

@@ -22,7 +22,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxreplay._util.signals import defer_interrupts
 from jaxreplay.buffers.adopt import canonical, stored
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
-from jaxreplay.distributed.local import SUMS
 from jaxreplay.distributed.parts import Part, Parts
 from jaxreplay.distributed.processes import Processes
 from jaxreplay.distributed.sharded import Sharded
@@ -93,7 +92,8 @@ class Shards:
         of_shard = jax.eval_shape(canonical, local.specs(state))["sampler"]
         for name, leaf in found["sampler"].items():
             if not of_shard[name].shape:
-                found["sampler"][name] = _joined(name, np.asarray(leaf))
+                is_count = name in self.buffer.sampler._all_counts()
+                found["sampler"][name] = _joined(is_count, np.asarray(leaf))
         return stored(state), found
 
     def restored(self, example: Any, reading: Any) -> ReplayState:
@@ -150,7 +150,7 @@ class Shards:
                         name: of_shard(values, at)
                         if values.ndim
                         else np.zeros_like(values)
-                        if name in SUMS and at
+                        if name in self.buffer.sampler._all_counts() and at
                         else values
                         for name, values in numbers.items()
                     }
@@ -205,9 +205,9 @@ def _on_host() -> Iterator[None]:
             yield
 
 
-def _joined(name: str, values: np.ndarray) -> np.ndarray:
+def _joined(is_count: bool, values: np.ndarray) -> np.ndarray:
     """Return a number of the whole buffer, of those of the shards: their sum, or the largest."""
-    if name not in SUMS:
+    if not is_count:
         return values.max()
     most = np.iinfo(values.dtype).max  # where they stay
     return np.minimum(values.sum(dtype=np.uint64), most).astype(values.dtype)

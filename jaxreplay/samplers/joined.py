@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxreplay._util.aliases import PyTree
 from jaxreplay._util.checks import check_part
-from jaxreplay.samplers.sampler import PrioritySampler, Sampler, by_last_name
+from jaxreplay.samplers.sampler import PrioritySampler, Sampler
 from jaxreplay.storage.layout import Layout, Window
 from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.storage.writes import WriteEffect
@@ -46,8 +46,8 @@ class Joined(PrioritySampler):
         where = type(self).__name__
         for name, one in self.parts.items():
             check_part(where, name, one, Sampler, "jaxreplay.Uniform()")
-            if "." in name:
-                raise ValueError(f"{where}: {name}: a name must have no dot")
+            if "." in name or ":" in name:
+                raise ValueError(f"{where}: {name}: a name must have no dot and no colon")
         if self.beta is None:
             known = [one.beta for one in self._with_priorities().values()]
             object.__setattr__(self, "beta", known[0] if known else 0.0)
@@ -79,19 +79,20 @@ class Joined(PrioritySampler):
         }
 
     def numbers(self, state: PyTree, sampleable: Sampleable) -> dict[str, jax.Array]:
-        """Return the numbers of all parts, with names such as "priority.mass"."""
-        each = self._ask("numbers", state, sampleable)
+        """Return the numbers of all parts, with the part and its class in their names:
+        "priority.jaxreplay/Prioritized:mass"."""
+        each = self._ask("_labelled", state, sampleable)
         return {
             f"{part}.{name}": x for part, of_part in each.items() for name, x in of_part.items()
         }
 
     def from_numbers(self, sampleable: Sampleable, numbers: dict[str, jax.Array]) -> PyTree:
-        """Return the states of all parts, each from the numbers of a part of its name or, if the
-        other sampler had none, from all.
+        """Return the states of all parts, each from the numbers of a sampler of its class: of that
+        of its name, if there is one.
 
         Args:
           sampleable: The sampleable rows of the new buffer.
-          numbers: As for `Sampler.from_numbers`.
+          numbers: Numbers of any samplers, with names as those of `numbers`.
         """
         made = {}
         for part, one in self._stateful().items():
@@ -101,9 +102,18 @@ class Joined(PrioritySampler):
                 for name, x in numbers.items()
                 if name.startswith(prefix)
             }
-            given = by_last_name(of_part) if of_part else numbers
-            made[part] = one.from_numbers(sampleable, given)
+            given = of_part | numbers | of_part  # those of the part come first
+            made[part] = one._from_labelled(sampleable, given)
         return made
+
+    def _labelled(self, state: PyTree, sampleable: Sampleable) -> dict[str, jax.Array]:
+        return self.numbers(state, sampleable)
+
+    def _all_counts(self) -> set[str]:
+        return {f"{part}.{name}" for part, one in self.parts.items() for name in one._all_counts()}
+
+    def _from_labelled(self, sampleable: Sampleable, numbers: dict[str, jax.Array]) -> PyTree:
+        return self.from_numbers(sampleable, numbers)
 
     def size(self, state: PyTree, sampleable: Sampleable) -> jax.Array:
         """Return the number of rows that a part can sample, of the part with the most."""

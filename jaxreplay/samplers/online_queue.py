@@ -7,7 +7,13 @@ from jaxreplay._util import random
 from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay.samplers.joined import Joined, own
 from jaxreplay.samplers.queue import Queue
-from jaxreplay.samplers.sampler import ConsumingSampler, Draw, Sampler, uniform_probability
+from jaxreplay.samplers.sampler import (
+    ConsumingSampler,
+    Draw,
+    Sampler,
+    of_class,
+    uniform_probability,
+)
 from jaxreplay.samplers.shares import spread
 from jaxreplay.samplers.uniform import Uniform
 from jaxreplay.storage import ring
@@ -75,7 +81,7 @@ class OnlineQueue(Joined, ConsumingSampler):
     def from_numbers(self, sampleable: Sampleable, numbers: dict[str, jax.Array]) -> PyTree:
         # Rows are not new, unless they were of a buffer with a queue.
         state = super().from_numbers(sampleable, numbers)
-        if "is_consumed" not in numbers:
+        if not of_class(Queue, numbers):
             end = sampleable.first_candidate_number() + sampleable.count().astype(jnp.uint32)
             state["queue"] = state["queue"].replace(next=end)
         return state

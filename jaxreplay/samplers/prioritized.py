@@ -23,7 +23,6 @@ from jaxreplay.storage.writes import WriteEffect
 from jaxreplay.types import Index
 
 SMALLEST = float(np.finfo(np.float32).tiny)  # the smallest float32 that no processor flushes to 0
-_SCALARS = ("max_priority", "num_bad_priorities", "num_stale_updates")
 _MAX_COUNT = np.uint32(2**32 - 1)
 _LARGEST_TOTAL = 2.0**120  # of all masses; the reciprocal of a larger total may be flushed to 0
 
@@ -106,6 +105,7 @@ class Prioritized(PrioritySampler):
     stratified: bool = True
     new_priority: float | None = None
     fan_out: int = 0
+    counts = ("num_bad_priorities", "num_stale_updates")
 
     def _check(self) -> None:
         has_new = self.new_priority is not None
@@ -199,7 +199,7 @@ class Prioritized(PrioritySampler):
             is_pending = (age < sampleable.num_pending[env]) & sampleable.is_candidate(row)
             pending = state.pending_mass[lookahead - 1 - jnp.minimum(age, lookahead - 1), env]
             mass = jnp.where(is_pending, pending, mass)
-        scalars = {name: getattr(state, name) for name in _SCALARS}
+        scalars = {name: getattr(state, name) for name in ("max_priority", *Prioritized.counts)}
         return {"mass": mass, "alpha": jnp.float32(self.alpha), **scalars}
 
     def from_numbers(
@@ -209,7 +209,8 @@ class Prioritized(PrioritySampler):
         the others."""
         layout, row = sampleable.layout, ring.arange(sampleable.layout.capacity)
         fresh = self.init(layout)
-        fresh = fresh.replace(**{name: numbers[name] for name in _SCALARS if name in numbers})
+        scalars = ("max_priority", *Prioritized.counts)
+        fresh = fresh.replace(**{name: numbers[name] for name in scalars if name in numbers})
         new = fresh.max_priority if self.new_priority is None else jnp.float32(self.new_priority)
         largest = self._mass(layout, new)
         mass = jnp.full(row.shape, largest)

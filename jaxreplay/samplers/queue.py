@@ -6,18 +6,16 @@ import operator
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxreplay._util.aliases import Key
 from jaxreplay._util.checks import check_size
 from jaxreplay._util.struct import Node
-from jaxreplay.samplers.sampler import ConsumingSampler, Draw
+from jaxreplay.samplers.sampler import ConsumingSampler, Draw, plus
 from jaxreplay.storage import ring
 from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.storage.search import split_by
 
-_MAX_COUNT = np.uint32(2**32 - 1)
 _MOST_USES = 127  # an int8
 
 
@@ -68,6 +66,7 @@ class Queue(ConsumingSampler):
     """
 
     max_uses: int = 1
+    counts = ("lost", "num_waiting")
 
     def _check(self) -> None:
         check_size("Queue", "max_uses", self.max_uses)
@@ -124,7 +123,7 @@ class Queue(ConsumingSampler):
         num_lost = jnp.maximum(numbers["num_waiting"] - waiting, 0)
         return QueueState(
             next=self._joined(cursors),
-            lost=_plus(numbers["lost"], num_lost.astype(jnp.uint32)),
+            lost=plus(numbers["lost"], num_lost.astype(jnp.uint32)),
             is_cleared=numbers["is_cleared"],
         )
 
@@ -218,7 +217,7 @@ class Queue(ConsumingSampler):
         """Return the number of rows that were lost up to now: uint32[]."""
         _, lost = self._levels(state, sampleable)
         num_lost = jnp.where(state.is_cleared, 0, lost.sum(dtype=jnp.uint32))
-        return _plus(state.lost, num_lost)
+        return plus(state.lost, num_lost)
 
 
 def _places(sampleable: Sampleable) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -228,10 +227,6 @@ def _places(sampleable: Sampleable) -> tuple[jax.Array, jax.Array, jax.Array]:
     row = ring.arange(layout.capacity)
     number = sampleable.state.candidate_number_of(row).reshape(layout.num_envs, -1)
     return row, first, ring.difference(number, first[:, None])
-
-
-def _plus(count: jax.Array, more: jax.Array) -> jax.Array:
-    return count + jnp.minimum(more, _MAX_COUNT - count)
 
 
 def _num_waiting(following: jax.Array, sampleable: Sampleable) -> jax.Array:

@@ -12,7 +12,7 @@ A sampler sees which rows are sampleable, and never the stored data. Its methods
     sampleable.layout            sizes of the buffer; `split(row)` gives each row's env and position
 """
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,9 @@ class Sampler(Static):
     structure, shapes and dtypes. All methods but `window` and `identity` may run under `jit`.
 
     If leaves of the state hold a number for each row in another order than that of the rows,
-    implement `numbers` and `from_numbers`. Another buffer can then adopt the rows with them.
+    implement `numbers` and `from_numbers`. Another buffer can then adopt the rows with them. The
+    class attribute `counts` names the numbers that count something, such as `counts = ("lost",)`:
+    where several states become one, by `buffer.merge` or in a checkpoint of shards, they are added.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -88,6 +90,8 @@ class Sampler(Static):
       >>> buffer.sample(state, jax.random.key(0)).experience.tolist()
       [4, 4]
     """
+
+    counts: ClassVar[tuple[str, ...]] = ()
 
     def window(self, window: Window) -> Window:
         """Return the rows around a candidate that must be stored before it can be sampled.
@@ -189,8 +193,8 @@ class Sampler(Static):
 
         Args:
           sampleable: The sampleable rows of the new buffer.
-          numbers: Result of `numbers`, of this or of another sampler, with [N] of the new buffer.
-            It may lack any name, and rows may lack a number.
+          numbers: Result of `numbers`, of a sampler of this class or of one that it derives from,
+            with [N] of the new buffer; {} if the other buffer had none. Rows may lack a number.
 
         Returns:
           The state. By default one with the leaves in `numbers` if their shapes and dtypes fit,
@@ -202,6 +206,21 @@ class Sampler(Static):
         if any(new is None or kind(new) != kind(leaf) for new, leaf in own):
             return fresh
         return jax.tree.unflatten(jax.tree.structure(fresh), [new for new, _ in own])
+
+    def _labelled(self, state: PyTree, sampleable: Sampleable) -> dict[str, jax.Array]:
+        """Return `numbers` with the class in their names, "jaxreplay/Prioritized:mass": the leaves
+        of two classes may have equal names."""
+        label, *_ = _labels(type(self))
+        return {f"{label}:{name}": x for name, x in self.numbers(state, sampleable).items()}
+
+    def _all_counts(self) -> set[str]:
+        """Return the names that `counts` have in the result of `_labelled`."""
+        label, *_ = _labels(type(self))
+        return {f"{label}:{name}" for name in self.counts}
+
+    def _from_labelled(self, sampleable: Sampleable, numbers: dict[str, jax.Array]) -> PyTree:
+        """Return `from_numbers`, of what `_labelled` of any sampler returned."""
+        return self.from_numbers(sampleable, of_class(type(self), numbers))
 
     def size(self, state: PyTree, sampleable: Sampleable) -> jax.Array:
         """Return the number of rows that can be sampled now.
@@ -440,15 +459,37 @@ class ConsumingSampler(Sampler):
         )
 
 
-def by_last_name(numbers: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return numbers under the last part of their names, too: "priority.mass" also as "mass".
+def _labels(kind: type) -> list[str]:
+    """Return names of the classes that decide what a sampler's numbers mean, its own first."""
+    return [
+        "jaxreplay/" * (one.__module__.partition(".")[0] == "jaxreplay") + one.__name__
+        for one in kind.__mro__
+        if not {"init", "numbers"}.isdisjoint(vars(one))
+    ]
 
-    Of several with the same last part, the first one counts.
+
+def of_class(kind: type, numbers: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Return the numbers of a class of samplers by their own names, or those of the nearest class
+    that it derives from; {} if there are none. Of several samplers, the first one's.
 
     Args:
-      numbers: As `Sampler.numbers` returns them.
+      kind: The class.
+      numbers: Numbers by labels, "jaxreplay/Prioritized:mass", or those of a sampler's part,
+        "priority.jaxreplay/Prioritized:mass".
     """
-    return {name.rpartition(".")[2]: x for name, x in reversed(numbers.items())} | numbers
+    heads = dict.fromkeys(label.partition(":")[0] for label in numbers)
+    for label in _labels(kind):
+        for head in heads:
+            if head.rpartition(".")[2] == label:
+                start = f"{head}:"
+                own = (name for name in numbers if name.startswith(start))
+                return {name.removeprefix(start): numbers[name] for name in own}
+    return {}
+
+
+def plus(count: jax.Array, more: jax.Array) -> jax.Array:
+    """Return the sum of two counts, which stops at the largest number of their dtype."""
+    return count + jnp.minimum(more, jnp.asarray(jnp.iinfo(count.dtype).max, count.dtype) - count)
 
 
 def uniform_probability(total: jax.Array) -> jax.Array:

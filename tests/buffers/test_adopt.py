@@ -441,6 +441,56 @@ def test_numbers_of_a_sampler_go_where_the_rows_go():
         assert int(got.sampler["count"]) == 7
 
 
+class Lookalike(jr.Uniform):
+    """A sampler whose leaves have the names and the shapes of those of others."""
+
+    def init(self, layout):
+        num = layout.capacity
+        return {
+            "mass": jnp.full(num, 0.5),
+            "is_consumed": jnp.ones(num, bool),
+            "time": jnp.arange(num, dtype=jnp.int32),
+            "seen": jnp.full(num, 3, jnp.int32),
+            "count": jnp.int32(7),
+        }
+
+
+class Follower(Lookalike):
+    def size(self, state, sampleable):
+        return sampleable.count().sum() - 1
+
+
+def test_a_sampler_s_numbers_are_those_of_its_class_whatever_their_names_are():
+    shared = {"capacity": 8, "num_envs": 2, "batch_size": 2}
+    make = lambda sampler: jr.items(**shared, sampler=sampler)
+    fed = lambda buffer: buffer.extend(buffer.init(jnp.float32(0)), jnp.ones((3, 2)))
+    others = [
+        make(sampler)
+        for sampler in (
+            jr.Prioritized(),
+            jr.Queue(),
+            jr.OnlineQueue(),
+            jr.samplers.Stale(),
+            jr.blend(mass=(jr.Prioritized(), 0.5), time=(jr.samplers.Stale(), 0.5)),
+            Ages(),
+        )
+    ]
+
+    @jax.jit
+    def run():
+        plain, lookalike = (fed(make(sampler)) for sampler in (jr.Uniform(), Lookalike()))
+        blended = make(jr.blend(a=(jr.Uniform(), 0.5), b=(Follower(), 0.5))).adopt(lookalike)
+        return (
+            [[other.adopt(state).sampler for state in (plain, lookalike)] for other in others],
+            [lookalike.sampler, blended.sampler["b"], make(Lookalike()).adopt(blended).sampler],
+        )
+
+    foreign, own = run()
+    for buffer, (wanted, got) in zip(others, foreign, strict=True):
+        assert bits(got) == bits(wanted), buffer
+    assert bits(own[0]) == bits(own[1]) == bits(own[2])
+
+
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 4])
 def test_a_newest_row_that_is_no_candidate_after_an_adopt_is_not_given_up_as_one(num_steps):
     shared = {"capacity": 40, "batch_size": 4, "autoreset": "next_step", "length": 1}

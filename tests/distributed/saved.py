@@ -180,6 +180,34 @@ def test_counters_add_up_to_their_maximum(tmp_path):
         assert back.sampler.num_stale_updates.tolist() == [total, 0, 0, 0]
 
 
+class Counting(jr.Uniform):
+    counts = ("hits",)
+
+    def init(self, layout):
+        return {"size": np.int32(5), "num_stale_updates": np.int32(7), "hits": np.uint32(3)}
+
+    def metrics(self, state, sampleable):
+        return {"hits": state["hits"], "age": 9}
+
+
+def test_shards_add_what_the_sampler_counts_whatever_other_numbers_are_called(tmp_path):
+    one = jr.items(capacity=64, num_envs=8, batch_size=8, sampler=Counting())
+    sharded = jr.sharded(one, mesh_of(4))
+    state = sharded.init(np.float32(0))
+    figures = jax.jit(sharded.metrics)(state)
+    assert (figures["hits"], "age" in figures) == (12, False)
+    checkpoint.save(tmp_path, sharded, state)
+    found = checkpoint.restore(tmp_path, one, np.float32(0)).sampler
+    assert {name: int(x) for name, x in found.items()} == {
+        "size": 5,
+        "num_stale_updates": 7,
+        "hits": 12,
+    }
+    back = checkpoint.restore(tmp_path, sharded, np.float32(0)).sampler
+    assert back["hits"].tolist() == [12, 0, 0, 0]
+    assert back["size"].tolist() == [5] * 4
+
+
 @pytest.mark.parametrize("num_envs", [8, 16])
 def test_a_sharded_buffer_adopts_the_rows_of_another(num_envs):
     """Each device as it would alone: with other priorities, 3-step returns, fewer rows, more
