@@ -9,6 +9,7 @@ from jaxreplay._util.checks import check_leaves
 from jaxreplay._util.names import kind_of
 from jaxreplay.buffers.state_checks import agents_problem, as_arrays, check_not_deleted, example_of
 from jaxreplay.samplers import Sampler
+from jaxreplay.samplers.sampler import plus
 from jaxreplay.storage import adopt, newest_row, row_flags, stored_arrays
 from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.sampleable import Sampleable
@@ -74,10 +75,13 @@ def merged(buffer: Any, state: ReplayState, other: ReplayState) -> ReplayState:
         sampleable, sampler = Sampleable.of(other), buffer.sampler
         its = sampler._labelled(sampler._from_labelled(sampleable, its), sampleable)
     state, row = adopt.appended(state, other)
+    counts = set() if layout.sampler is None else layout.sampler._all_counts()
     for name, values in numbers.items():
         if values.shape[:1] == (layout.capacity,):
             own = its.get(name, jnp.full(before.capacity, nothing(values), values.dtype))
             numbers[name] = values.at[row].set(own, mode="drop", unique_indices=True)
+        elif name in counts:
+            numbers[name] = plus(values, its.get(name, jnp.zeros_like(values)))
         elif not values.ndim and jnp.issubdtype(values.dtype, jnp.floating):
             numbers[name] = jnp.maximum(values, its.get(name, values))
     state = adopt.derived(state, None)

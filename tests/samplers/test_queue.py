@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+import jaxreplay as jr
 from jaxreplay.samplers.queue import Queue, _turns
 from tests.conftest import ALL
 from tests.support import oracle_views
@@ -173,3 +174,33 @@ def test_uses_go_with_the_rows_to_another_buffer():
         taken += rewards(batch)
     counts = collections.Counter(taken)
     assert sorted(counts.values()) == [1, 1, 1, 1, 2, 2, 2, 2]
+
+
+def test_rows_that_a_merge_overwrites_before_they_were_consumed_are_lost():
+    """Of 8 rows and 4 more, as by `extend`; of 6 that are left and 4 more, and 1 lost before."""
+    make = lambda capacity, sampler: jr.items(capacity=capacity, batch_size=2, sampler=sampler)
+    own, its, plain = make(8, Queue()), make(4, Queue()), make(4, jr.Uniform())
+    fed = lambda buffer, num: buffer.extend(buffer.init(0.0), np.zeros((num, 1), np.float32))
+
+    @jax.jit
+    def run():
+        full = fed(own, 8)
+        popped, _ = own.pop(full, jax.random.key(0))
+        states = [own.merge(full, fed(buffer, 4)) for buffer in (its, plain)]
+        states += [own.extend(full, np.zeros((4, 1), np.float32)), own.merge(popped, fed(its, 5))]
+        return [own.pop(state, jax.random.key(0))[0].sampler.lost for state in states]
+
+    assert [int(lost) for lost in run()] == [4, 4, 4, 3]
+
+
+def test_ignored_priorities_of_merged_states_are_added():
+    make = lambda: jr.items(capacity=8, batch_size=2, sampler=jr.Prioritized())
+    bad = np.array([[np.nan], [-1], [1]], np.float32)
+
+    @jax.jit
+    def run():
+        state = make().extend(make().init(0.0), np.zeros((3, 1), np.float32), priority=bad)
+        both = make().merge(state, state)
+        return both.sampler.num_bad_priorities, both.sampler.num_stale_updates
+
+    assert [int(count) for count in run()] == [4, 0]
