@@ -127,10 +127,19 @@ class Sharded(Static, Generic[T]):
         """
         local = self.local
         if not checks.is_tracing():
-            memory.check_fits("init", local.buffer.memory(example))
+            memory.check_fits("init", self._memory_here(example))
         specs = checks.specs("init", example)
         make = self._mapped(lambda: local.stacked(local.buffer.init(specs)), (), P(self.axis))
         return jax.jit(make)()
+
+    def _memory_here(self, example: PyTree) -> memory.Memory:
+        """Return the memory that `init` takes where one device's free memory is known: that of one
+        part or, as the CPU devices of a process share the host's, of all its parts."""
+        of_part = self.local.buffer.memory(example)
+        here = self.mesh.local_devices
+        num = len(here) if here and here[0].platform == "cpu" else 1
+        leaves = {name: num * size for name, size in of_part.leaves.items()}
+        return memory.Memory(leaves, num * of_part.capacity)
 
     def from_local(self, tree: PyTree, axis: int = 0) -> PyTree:
         """Return global arrays of which this process has its own envs' part.

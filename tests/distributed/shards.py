@@ -263,6 +263,16 @@ def test_bad_arguments_are_refused():
         uniform.size(3)
 
 
+def test_parts_on_cpu_devices_share_the_memory_of_the_host(monkeypatch):
+    buffer, free = items(4, jr.Uniform()), "jaxreplay.buffers.memory.free_bytes"
+    num_bytes = 4 * buffer.local.buffer.memory(np.float32(0)).total
+    monkeypatch.setattr(free, lambda: num_bytes - 1)
+    with pytest.raises(MemoryError, match=f"takes {num_bytes:,} bytes .* About 255 rows fit"):
+        buffer.init(np.float32(0))
+    monkeypatch.setattr(free, lambda: num_bytes)
+    buffer.init(np.float32(0))
+
+
 def test_min_size_is_of_the_whole():
     buffer = jr.items(capacity=64, num_envs=2, batch_size=4, min_size=5, allow_mask=True)
     jitted = jr.jit(jr.sharded(buffer, mesh_of(2)))
