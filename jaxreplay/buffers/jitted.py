@@ -9,9 +9,12 @@ import numpy as np
 
 from jaxreplay._util import checks
 from jaxreplay._util.aliases import PyTree
+from jaxreplay._util.struct import Static
 from jaxreplay.buffers import step_checks
 from jaxreplay.buffers.adopt import check_adopted, numbers_of, rebuilt
+from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import check_not_deleted
+from jaxreplay.samplers import Sampler
 from jaxreplay.storage.adopt import stays
 from jaxreplay.storage.state import ReplayState
 
@@ -145,11 +148,14 @@ def _sampler_method(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 rebuild = program(rebuilt, static=("is_intact",))
+_adopt_all = program(lambda buffer, state: buffer.adopt(state))
 _rebuilt = program(lambda buffer, state: rebuilt(buffer, state, numbers_of(state)))
 
 
 def _adopts(buffer: Any, state: Any) -> Any:
     """Call `buffer.adopt`. Steps that stay where they are do not go through the program."""
+    if not isinstance(buffer, ReplayBuffer):  # several devices'
+        return _adopt_all(buffer, state)
     state = check_adopted("adopt", buffer, state)
     steps = state.rows.steps
     if state.layout == buffer.layout():
@@ -164,7 +170,7 @@ class Jitted:
     """Compiled methods of a buffer, as `jaxreplay.jit` returns them.
 
     Args:
-      buffer: A `ReplayBuffer`, `Rollout`, `Groups`, `Archive` or `Mixture`.
+      buffer: As for `jaxreplay.jit`.
     """
 
     def __init__(self, buffer: Any):
@@ -192,7 +198,8 @@ class Jitted:
 
 def _method_of(buffer: Any, name: str) -> Callable[..., Any]:
     """Return a compiled method of one buffer, which owns its arguments."""
-    takes_steps = name in ("add", "extend") and getattr(buffer, "autoreset", None) is not None
+    whole = getattr(buffer, "buffer", buffer)  # the one that a sharded buffer divides
+    takes_steps = name in ("add", "extend") and getattr(whole, "autoreset", None) is not None
     # the attribute with the number of rows of a call; a buffer over several devices has none
     counts = {"add": "num_envs", "sample": "batch_size", "pop": "batch_size"}
     count = counts.get(name) if hasattr(buffer, "num_envs") else None
@@ -208,7 +215,7 @@ def _method_of(buffer: Any, name: str) -> Callable[..., Any]:
             arguments = (step_checks.by_field(arguments[0]), *arguments[1:])
         try:
             if options.get("envs") is not None:  # numbers that are known here, but not in a program
-                step_checks.check_envs(name, options["envs"], state.layout, buffer.num_envs)
+                step_checks.check_envs(name, options["envs"], state.layout, whole.num_envs)
             arguments, options = _owned(name, (arguments, options))
             few = False
             if count is not None and isinstance(state, ReplayState):
@@ -257,14 +264,16 @@ def jit(buffer: B) -> B:
     that reuses its observation array may have written the next observation into it.
 
     Args:
-      buffer: A `ReplayBuffer`, `Rollout`, `Groups`, `Archive` or `Mixture`.
+      buffer: A `ReplayBuffer`, `Rollout`, `Groups`, `Archive` or `Mixture`, or the result of
+        `jaxreplay.sharded`.
 
     Returns:
       A `jaxreplay.buffers.Jitted`, with the buffer's methods, compiled. A type checker sees the
       buffer itself.
 
     Raises:
-      ValueError: `buffer` is not a buffer.
+      ValueError: `buffer` is no such buffer. A `Replay` compiles its methods itself, and so does a
+        tiered buffer those that touch rows.
 
     Example:
       >>> import jax.numpy as jnp, jaxreplay as jr
@@ -274,10 +283,12 @@ def jit(buffer: B) -> B:
       >>> int(buffer.size(state))
       2
     """
-    if not hasattr(buffer, "add") and not hasattr(buffer, "sample"):
+    has_methods = hasattr(buffer, "add") or hasattr(buffer, "sample")
+    if not (isinstance(buffer, Static) and has_methods) or isinstance(buffer, Sampler):
         raise ValueError(
             f"jit: takes a buffer, such as jaxreplay.uniform(...), got {buffer!r}; to compile a "
-            "function use jax.jit"
+            "function use jax.jit. Call the methods of a Replay, or of a tiered or jitted buffer, "
+            "as they are: they run compiled programs"
         )
     return cast(B, Jitted(buffer))
 

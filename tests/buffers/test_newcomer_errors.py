@@ -80,6 +80,10 @@ MAKING = {
         view must be an instance of a jaxreplay.views.View, such as jaxreplay.views.Item()
         got 'item'""",
     "jr.jit(STEP)": "jit: takes a buffer,\nto compile a function use jax.jit",
+    "jr.jit(jr.tiered(items))": "jit: takes a buffer,\nCall the methods of\na tiered",
+    "jr.jit(jr.Replay(items))": "jit: takes a buffer,\nCall the methods of a Replay",
+    "jr.jit(jr.jit(items))": "jit: takes a buffer,\nor jitted buffer, as they are",
+    "jr.jit(jr.Uniform())": "jit: takes a buffer, such as jaxreplay.uniform(...), got Uniform()",
     "jr.Replay(jr.jit(items))": "buffer must be an \ngot jaxreplay.jit(Replay",
     "jr.frame_stack(jr.items(capacity=8, batch_size=2), 4)": """
         has no observations; give a view of steps""",

@@ -223,7 +223,7 @@ def test_a_sharded_buffer_adopts_the_rows_of_another(num_envs):
     )
     one, other = (jr.sharded(buffer, mesh_of(4)) for buffer in (old, new))
     state = extended(one, PRIORITIZED, one.init(example), 1)
-    got = jax.jit(other.adopt)(state)
+    got = jr.jit(other).adopt(state)
     assert jax.tree.structure(got) == jax.tree.structure(other.init(example))
     expected = [
         jitted(other.local.buffer, "adopt")(own)

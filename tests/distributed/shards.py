@@ -104,8 +104,8 @@ def test_steps_of_some_envs_go_to_their_shards():
     buffer = items(4, jr.Prioritized(alpha=1.0))
     step, priority = np.arange(4, dtype=np.float32), np.float32([1, 5, 2, 9])
     mask, envs = np.array([True, True, False, True]), np.int32([3, 0, 4, 1, -1])
-    states = [buffer.init(np.float32(0))] * 2
-    add, extend = jax.jit(buffer.add), jax.jit(buffer.extend)
+    states = [buffer.init(np.float32(0)) for _ in range(2)]
+    add, extend = jr.jit(buffer).add, jr.jit(buffer).extend
     for t in range(70):
         some = step[envs.clip(0, 3)] + t, None, priority[envs.clip(0, 3)] + t
         if t % 2:
