@@ -240,7 +240,9 @@ class Groups(Static):
         if self.reward_key is not None:
             reward = dict(named(items, is_leaf=stored_arrays.is_compound))[self.reward_key]
             rows = slot[:, None] * self.group_size + ring.arange(self.group_size)
-            of_group = jnp.var(stored_arrays.read(reward, rows).astype(jnp.float32), axis=1)
+            of_group = stored_arrays.read(reward, rows).astype(jnp.float32)
+            # less the first one: the mean of equal numbers is not exactly theirs
+            of_group = jnp.var(of_group - of_group[:, :1], axis=1)
             variance = variance.at[target].set(of_group, mode="drop")
         return state.replace(
             items=items,

@@ -181,6 +181,21 @@ def test_groups_are_as_probable_as_their_strategy_says(strategy):
     assert stats.chisquare(counts[law > 0], 20_000 * law[law > 0]).pvalue > 1e-4
 
 
+def test_a_group_of_equal_rewards_has_no_variance():
+    groups = jr.Groups(group_size=3, capacity=4, batch_size=2, strategy="variance")
+    reward = np.array([0.1] * 3 + [1e8] * 3 + [0.7, 0.7, np.nextafter(np.float32(0.7), 1)])
+
+    @jax.jit
+    def run():
+        state = groups.init({"reward": np.float32(0)})
+        items = {"reward": reward.astype(np.float32)}
+        state = groups.add(state, items, np.repeat(np.arange(3), 3), 0)
+        return state.variance, groups.pop(state, jax.random.key(0))[1].group
+
+    variance, group = jax.device_get(run())
+    assert ((variance > 0).tolist(), group.tolist()) == ([False, False, True, False], [2, -1])
+
+
 def test_calls_change_the_groups_in_place():
     groups = jr.Groups(group_size=16, capacity=1 << 12, batch_size=8, strategy="variance")
     items = {"reward": np.zeros(16, np.float32), "tokens": np.zeros((16, 32), np.int32)}
