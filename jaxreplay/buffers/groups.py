@@ -22,23 +22,24 @@ _LARGEST = jnp.iinfo(jnp.int32).max
 class GroupsState(Node):
     """State of a buffer of groups. C is its capacity in groups, G their size.
 
-    `add`, `pop` and `clear` donate it: use the state that they return.
+    `add`, `close`, `pop` and `clear` donate it: use the state that they return.
 
     Attributes:
       items: Stored completions, pytree with leaves [C * G, ...].
       group: int32[C], number of the group in each place; -1 for none.
       num_items: int32[C], completions that have come, at most G.
+      is_closed: bool[C], True where `close` ended the group with fewer completions.
       num_uses: int32[C], how often the group was returned.
       version: int32[C], the oldest version among the completions.
-      variance: float32[C], variance of the rewards where a group is complete; 0 without
-        `reward_key`.
+      variance: float32[C], variance of the rewards that have come; 0 without `reward_key`.
       num_late: int32[], completions that were dropped: their group was overwritten by a newer one,
-        or was complete. It stops at 2^31 - 1.
+        or was complete or closed. It stops at 2^31 - 1.
     """
 
     items: PyTree
     group: jax.Array
     num_items: jax.Array
+    is_closed: jax.Array
     num_uses: jax.Array
     version: jax.Array
     variance: jax.Array
@@ -55,15 +56,17 @@ class GroupsState(Node):
 
 
 class GroupBatch(Node):
-    """A batch of B complete groups of G completions.
+    """A batch of B groups of G completions.
 
     Attributes:
-      experience: The completions, pytree with leaves [B, G, ...]; 0 in groups that are not valid,
-        so that a mask of tokens is False there.
+      experience: The completions, pytree with leaves [B, G, ...]; 0 where there is none, so that a
+        mask of tokens is False there.
       group: int32[B], numbers of the groups; -1 where not valid.
       version: int32[B], the oldest version among a group's completions; 0 where not valid.
       num_uses: int32[B], how often the group was returned, this time included; 0 where not valid.
       is_valid: bool[B], False where there was no group left to return.
+      mask: bool[B, G], True where there is a completion: in groups that are valid, all but those
+        that were missing when `close` ended the group.
     """
 
     experience: Any
@@ -71,10 +74,15 @@ class GroupBatch(Node):
     version: jax.Array
     num_uses: jax.Array
     is_valid: jax.Array
+    mask: jax.Array
 
 
 class Groups(Static):
     """Buffer of groups of completions, which come one by one and are returned when complete.
+
+    A group that will not become complete, since workers failed, waits until a newer one takes its
+    place, and is never returned; `close` ends it at once, to be returned with the completions that
+    have come, or given up.
 
     Groups have numbers that count upwards, such as those of prompts. Number n lies in place
     `n mod capacity`: a newer group takes the place of an older one. Each call compares a few
@@ -171,6 +179,7 @@ class Groups(Static):
             items=jax.tree.map(rows, example),
             group=zeros() - 1,
             num_items=zeros(),
+            is_closed=jnp.zeros((self.capacity,), bool),
             num_uses=zeros(),
             version=zeros(),
             variance=jnp.zeros((self.capacity,), jnp.float32),
@@ -181,7 +190,7 @@ class Groups(Static):
         """Store completions in their groups.
 
         A completion is dropped and counted if a newer group has taken its group's place, or its
-        group is complete.
+        group is complete or closed.
 
         Args:
           state: Donated: jit with `donate_argnums=0`, else the whole buffer is copied.
@@ -221,6 +230,7 @@ class Groups(Static):
         newest = state.group.at[target].max(group, mode="drop")
         is_new, zero = newest != state.group, jnp.zeros_like(newest)
         num_items = jnp.where(is_new, zero, state.num_items)
+        is_closed = state.is_closed & ~is_new
         # The place of each completion among those of its group, in the order of the call.
         is_kept = is_one & (group == newest[slot])
         order = jnp.argsort(jnp.where(is_kept, slot, none), stable=True)
@@ -229,12 +239,13 @@ class Groups(Static):
         opens = jnp.concatenate([jnp.ones(1, bool), sorted_slot[1:] != sorted_slot[:-1]])
         rank = nth - jax.lax.cummax(jnp.where(opens, nth, 0))
         place = num_items[slot] + jnp.zeros_like(group).at[order].set(rank)
-        is_kept &= place < self.group_size
+        is_kept &= (place < self.group_size) & ~is_closed[slot]
         target = jnp.where(is_kept, slot, none)
         row = jnp.where(is_kept, slot * self.group_size + place, none * self.group_size)
         items = stored_arrays.tree_map(
             lambda leaf, new: stored_arrays.write(leaf, row, jnp.asarray(new)), state.items, items
         )
+        num_items = num_items.at[target].add(1, mode="drop")
         oldest = jnp.where(is_new, _LARGEST, state.version).at[target].min(version, mode="drop")
         num_late, variance = (is_one & ~is_kept).sum(dtype=jnp.int32), state.variance
         if self.reward_key is not None:
@@ -242,16 +253,65 @@ class Groups(Static):
             rows = slot[:, None] * self.group_size + ring.arange(self.group_size)
             of_group = stored_arrays.read(reward, rows).astype(jnp.float32)
             # less the first one: the mean of equal numbers is not exactly theirs
-            of_group = jnp.var(of_group - of_group[:, :1], axis=1)
+            is_one = ring.arange(self.group_size) < jnp.maximum(num_items[slot], 1)[:, None]
+            of_group = jnp.where(is_one, of_group - of_group[:, :1], 0)
+            of_group = jnp.var(of_group, axis=1, where=is_one)
             variance = variance.at[target].set(of_group, mode="drop")
         return state.replace(
             items=items,
             group=newest,
-            num_items=num_items.at[target].add(1, mode="drop"),
+            num_items=num_items,
+            is_closed=is_closed,
             num_uses=jnp.where(is_new, zero, state.num_uses),
             version=oldest,
             variance=variance,
             num_late=state.num_late + jnp.minimum(num_late, _LARGEST - state.num_late),
+        )
+
+    def close(self, state: GroupsState, group: Any, min_items: Any = None) -> GroupsState:
+        """End groups whose missing completions will not come, as those of workers that failed.
+
+        A group with `min_items` completions is returned with these, as a complete one is; the
+        others are masked by `mask` of the batch. A group with fewer is given up, and never
+        returned. Completions of both that come later are dropped and counted. Complete groups, and
+        numbers of which the buffer has no completion, are left as they are.
+
+        Args:
+          state: Donated: jit with `donate_argnums=0`.
+          group: int32[N], numbers of the groups, in any order.
+          min_items: int32[], number of completions from which on a group is returned, at least 1.
+            Default: `group_size`, so that all of them are given up.
+
+        Returns:
+          The new state.
+
+        Raises:
+          ValueError: `group` is no list of numbers.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, jaxreplay as jr
+          >>> groups = jr.Groups(group_size=3, capacity=4, batch_size=2)
+          >>> state = groups.init({"reward": 0.0})
+          >>> rewards = {"reward": jnp.array([1.0, 2.0, 3.0])}
+          >>> state = groups.add(state, rewards, group=jnp.array([0, 1, 1]), version=0)
+          >>> state = groups.close(state, jnp.array([0, 1]), min_items=2)  # group 0 is given up
+          >>> state, batch = groups.pop(state, jax.random.key(0))
+          >>> batch.group.tolist(), batch.mask[0].tolist()
+          ([1, -1], [True, True, False])
+        """
+        state = self._check_state("close", state)
+        group = jnp.asarray(group)
+        if group.ndim != 1 or not jnp.issubdtype(group.dtype, jnp.integer):
+            raise ValueError(f"close: group must be int32[N], got {spec_text(group)}")
+        least = jnp.maximum(self.group_size if min_items is None else min_items, 1)
+        _, slot = ring.split(jnp.maximum(group, 0).astype(jnp.int32), self.capacity)
+        waits = ~state.is_closed & (state.num_items < self.group_size)
+        waits = waits[slot] & (state.group[slot] == group)
+        target = jnp.where(waits, slot, self.capacity)
+        given_up = jnp.where(state.num_items[slot] < least, target, self.capacity)
+        return state.replace(
+            is_closed=state.is_closed.at[target].set(True, mode="drop"),
+            num_uses=state.num_uses.at[given_up].set(self.max_uses, mode="drop"),
         )
 
     def pop(
@@ -263,7 +323,8 @@ class Groups(Static):
         version: Any = None,
         max_staleness: Any = None,
     ) -> tuple[GroupsState, GroupBatch]:
-        """Return a batch of complete groups, each at most once, and count their uses.
+        """Return a batch of complete groups, or of those that `close` ended, each at most once, and
+        count their uses.
 
         Args:
           state: Donated: jit with `donate_argnums=0`.
@@ -298,12 +359,14 @@ class Groups(Static):
         uses = state.num_uses.at[slot].add(is_valid)
         rows = slot[:, None] * self.group_size + ring.arange(self.group_size)
         items = stored_arrays.tree_map(lambda leaf: stored_arrays.read(leaf, rows), state.items)
+        mask = is_valid[:, None] & (ring.arange(self.group_size) < state.num_items[slot][:, None])
         batch = GroupBatch(
-            experience=zeroed(items, is_valid),
+            experience=zeroed(items, mask),
             group=jnp.where(is_valid, state.group[slot], -1),
             version=jnp.where(is_valid, state.version[slot], 0),
             num_uses=jnp.where(is_valid, uses[slot], 0),
             is_valid=is_valid,
+            mask=mask,
         )
         return state.replace(num_uses=uses), batch
 
@@ -331,7 +394,8 @@ class Groups(Static):
         return state.replace(num_uses=jnp.full_like(state.num_uses, self.max_uses))
 
     def _is_left(self, where: str, state: GroupsState, version: Any, staleness: Any) -> jax.Array:
-        is_left = (state.num_items == self.group_size) & (state.num_uses < self.max_uses)
+        is_left = state.is_closed | (state.num_items == self.group_size)
+        is_left &= state.num_uses < self.max_uses
         if self.strategy == "variance":
             is_left &= state.variance > 0
         if staleness is None:

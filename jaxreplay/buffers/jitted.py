@@ -22,8 +22,8 @@ B = TypeVar("B")  # the type of a buffer
 
 # methods that donate the state
 _CHANGES = frozenset(
-    ("add", "extend", "write", "clear", "pop", "end_streams", "drop", "merge", "update_scores")
-)
+    ("add", "extend", "write", "clear", "close", "pop", "end_streams", "drop", "merge")
+).union(("update_scores",))
 _METHODS = _CHANGES.union(
     ("sample", "get", "update_priorities", "size", "can_sample", "can_add", "age"),
     ("metrics", "adopt"),

@@ -14,7 +14,7 @@ from tests.support.refusals import refused
 from tests.support.steps import nth, stacked
 
 SIZE, CAPACITY, BATCH, N, TIME = 3, 5, 2, 4, 60
-ADD, POP, CLEAR = range(3)
+ADD, POP, CLEAR, CLOSE = range(4)
 
 
 def example():
@@ -22,7 +22,7 @@ def example():
 
 
 class Lists:
-    """The groups as lists: by their place, [number, completions, uses]."""
+    """The groups as lists: by their place, [number, completions, uses, is closed]."""
 
     def __init__(self, strategy, max_uses):
         self.strategy, self.max_uses = strategy, max_uses
@@ -32,12 +32,12 @@ class Lists:
         for number, *_ in items:
             here = self.places[number % CAPACITY]
             if number >= 0 and (here is None or here[0] < number):
-                self.places[number % CAPACITY] = [number, [], 0]
+                self.places[number % CAPACITY] = [number, [], 0, False]
         for number, version, reward, name in items:
             if number < 0:
                 continue
             place = self.places[number % CAPACITY]
-            if place[0] == number and len(place[1]) < SIZE:
+            if place[0] == number and len(place[1]) < SIZE and not place[3]:
                 place[1].append((version, reward, name))
             else:
                 self.num_late += 1
@@ -47,7 +47,7 @@ class Lists:
             place[0]: place
             for place in self.places
             if place is not None
-            and len(place[1]) == SIZE
+            and (len(place[1]) == SIZE or place[3])
             and place[2] < self.max_uses
             and version - min(one[0] for one in place[1]) <= staleness
             and (self.strategy != "variance" or np.var([one[1] for one in place[1]]) > 0)
@@ -58,12 +58,20 @@ class Lists:
             if place is not None:
                 place[2] = self.max_uses
 
+    def close(self, numbers, least):
+        for number in numbers:
+            place = self.places[number % CAPACITY]
+            if place is not None and place[0] == number and len(place[1]) < SIZE and not place[3]:
+                place[3] = True
+                if len(place[1]) < least:
+                    place[2] = self.max_uses
+
 
 def history(seed):
     """Return operations, completions (number, version, reward, name), and the learner's version."""
     r, operations, clock = np.random.default_rng(seed), [], 0
     for time in range(TIME):
-        operation = r.choice(3, p=[0.65, 0.32, 0.03])
+        operation = r.choice(4, p=[0.6, 0.3, 0.03, 0.07])
         items = []
         for _ in range(N):
             clock += 1
@@ -86,6 +94,7 @@ def run(groups, operations, items, versions, staleness):
             lambda: groups.add(state, completions, number, item_version),
             lambda: popped,
             lambda: groups.clear(state),
+            lambda: groups.close(state, number, staleness),
         ]
         return jax.lax.switch(operation, ways), (batch, size, state.num_late)
 
@@ -126,7 +135,7 @@ def test_groups_are_those_of_lists(strategy, max_uses):
     found = jax.device_get(run_together(groups, *stacked(arguments)))
     alone = jax.device_get(jitted_run(groups, *arguments[0]))
     jax.tree.map(np.testing.assert_array_equal, nth(found, 0), alone)
-    num_popped = 0
+    num_popped = num_short = 0
     for which, operations in enumerate(histories):
         model = Lists(strategy, max_uses)
         for time, (operation, items, version, staleness) in enumerate(operations):
@@ -142,21 +151,27 @@ def test_groups_are_those_of_lists(strategy, max_uses):
                 assert numbers == sorted(left, reverse=True)[:num_valid]
             for k, number in enumerate(numbers):
                 versions, rewards, names = zip(*left[number][1], strict=True)
-                item = nth(batch.experience, k)
-                assert item["tokens"].tolist() == [[name, -name] for name in names]
-                assert item["reward"].tolist() == list(rewards)
+                item, missing = nth(batch.experience, k), SIZE - len(names)
+                num_short += missing > 0
+                assert batch.mask[k].tolist() == [True] * len(names) + [False] * missing
+                assert item["tokens"].tolist() == [[n, -n] for n in (*names, *[0] * missing)]
+                assert item["reward"].tolist() == [*rewards, *[0] * missing]
                 assert (batch.version[k], batch.num_uses[k]) == (min(versions), left[number][2] + 1)
             for leaf in jax.tree.leaves(batch.experience):
                 assert not leaf[num_valid:].any()  # masks of tokens, too
+            assert not batch.mask[num_valid:].any()
             if operation == ADD:
                 model.add(items)
             elif operation == POP:
                 num_popped += num_valid
                 for number in numbers:
                     left[number][2] += 1
-            else:
+            elif operation == CLEAR:
                 model.clear()
+            else:
+                model.close([number for number, *_ in items], staleness)
     assert num_popped > 40
+    assert num_short > 2
 
 
 @pytest.mark.parametrize("strategy", ["random", "variance"])
@@ -202,7 +217,8 @@ def test_calls_change_the_groups_in_place():
     state = jax.eval_shape(lambda: groups.init(nth(items, 0)))
     add = functools.partial(groups.add, items=items, group=np.arange(16, dtype=np.int32), version=0)
     pop = functools.partial(groups.pop, key=jax.random.key(0), version=1, max_staleness=2)
-    for call in (add, pop, lambda state: groups.pop(add(state), jax.random.key(0))):
+    close = functools.partial(groups.close, group=np.arange(16, dtype=np.int32), min_items=2)
+    for call in (add, close, pop, lambda state: groups.pop(add(state), jax.random.key(0))):
         check_in_place(call, (state,), num_elements=1 << 16, donated=0)
 
 
@@ -222,7 +238,8 @@ def test_a_compiled_buffer_has_the_same_methods():
     empty = jax.jit(lambda: groups.init(np.zeros(3, np.float32)))()
     state = groups.add(empty, np.ones((2, 3), np.float32), np.arange(2), 0)
     assert repr(state).startswith("GroupsState(4 groups x 1 rows, item f32[3]")
-    state, batch = groups.pop(state, jax.random.key(0), 4)
+    closed = groups.close(state, np.arange(4))  # of complete groups it changes nothing
+    state, batch = groups.pop(closed, jax.random.key(0), 4)
     assert batch.is_valid.tolist() == [True, True, False, False]
     assert int(groups.size(state)) == 0
 
@@ -252,6 +269,8 @@ def test_mistakes_are_answered():
         jax.eval_shape(
             lambda state: groups.add(state, {"x": np.zeros(2, np.float32)}, number, 0), state
         )
+    with refused(r"close: group must be int32\[N\], got int32\[\]"):
+        jax.eval_shape(groups.close, state, 3)
     with refused("max_staleness needs version="):
         jax.eval_shape(lambda state: groups.pop(state, jax.random.key(0), max_staleness=1), state)
     with refused("batch_size=5 exceeds capacity=4"):
