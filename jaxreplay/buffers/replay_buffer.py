@@ -619,7 +619,7 @@ class ReplayBuffer(Static, Generic[T]):
         )
 
     def metrics(self, state: ReplayState) -> dict[str, jax.Array]:
-        """Return figures to log, inside `jit` too. It costs about as much as a sample.
+        """Return figures to log, inside `jit` too.
 
         Args:
           state: The buffer's state.
@@ -628,9 +628,6 @@ class ReplayBuffer(Static, Generic[T]):
           Scalars by name.
           `size`, int32: sampleable rows.
           `fill`, float32 in [0, 1]: rows written, as a part of the capacity.
-          `effective_sample_size`, float32 in [0, 1]: 1 / sum of squared probabilities, as a part of
-          `size`. 1 if all rows are equally probable, or each is consumed once; 1 / size if one row
-          has all the probability; 0 if nothing is sampleable. It is estimated from 64 samples.
           For samplers with priorities also
           `max_priority`, float32: the largest priority so far;
           `mean_priority`, float32: (mean of priority ** alpha) ** (1 / alpha) over `size` rows,
@@ -645,7 +642,6 @@ class ReplayBuffer(Static, Generic[T]):
         return {
             "size": self.sampler.size(state.sampler, rows),
             "fill": filled.astype(jnp.float32) / self.capacity,
-            "effective_sample_size": self.sampler.effective_sample_size(state.sampler, rows),
             **(
                 {"num_ignored_writes": state.counters.num_ignored_writes.sum()}
                 if self.allow_write

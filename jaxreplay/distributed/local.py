@@ -19,7 +19,7 @@ from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import check_state, example_of
 from jaxreplay.samplers import PrioritySampler
 from jaxreplay.samplers.prioritized import SMALLEST
-from jaxreplay.samplers.sampler import METRIC_DRAWS, effective_size, uniform_probability
+from jaxreplay.samplers.sampler import uniform_probability
 from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.storage.state import ReplayState
 from jaxreplay.targets import weights_of
@@ -295,20 +295,13 @@ class Local(Static, Generic[T]):
           state: This shard's state.
         """
         own = self.buffer.metrics(state)
-        num_draws = -(-METRIC_DRAWS // self.num_shards)
-        # With beta 0, weights only correct for the shards' unequal shares.
-        buffer = self.buffer.with_given({"beta": 0.0})
-        batch = self._sampled(state, jax.random.key(0), num_draws, buffer)
         counts = ("size", "num_ignored_writes", *self.buffer.sampler.counts)
         sums = {name: own[name] for name in counts if name in own}
         sums["fill"] = own["fill"] / self.num_shards
         alpha = getattr(self.buffer.sampler, "alpha", 1.0)
         if "mean_priority" in own:
             sums["mean_priority"] = own["mean_priority"] ** alpha * own["size"]
-        weighted = batch.weight.sum(), (batch.weight * batch.probability).sum()
-        (total, weighted), found = self._summed((weighted, sums))
-        mean = weighted / jnp.where(total > 0, total, 1)
-        found["effective_sample_size"] = effective_size(mean, found["size"])
+        found = self._summed(sums)
         if "mean_priority" in own:
             mean = found["mean_priority"] / jnp.maximum(found["size"], 1)
             found["mean_priority"] = mean ** (1 / alpha)

@@ -26,8 +26,6 @@ from jaxreplay.storage.writes import WriteEffect
 from jaxreplay.targets import weights_of
 from jaxreplay.types import Index
 
-METRIC_DRAWS = 64
-
 
 class Draw(NamedTuple):
     """Rows of a batch, and the sampler's state after it.
@@ -337,19 +335,6 @@ class Sampler(Static):
             "mass(state, sampleable)"
         )
 
-    def effective_sample_size(self, state: PyTree, sampleable: Sampleable) -> jax.Array:
-        """Return 1 / sum of squared probabilities, as a part of the rows, from 64 samples.
-
-        Args:
-          state: The sampler's state.
-          sampleable: The sampleable rows.
-
-        Returns:
-          float32[] in [0, 1].
-        """
-        _, _, probability = self.sample(state, sampleable, jax.random.key(0), METRIC_DRAWS)
-        return effective_size(probability.mean(), self.size(state, sampleable))
-
     def metrics(self, state: PyTree, sampleable: Sampleable) -> dict[str, jax.Array]:
         """Return the figures that the sampler adds to `buffer.metrics`.
 
@@ -435,10 +420,6 @@ class ConsumingSampler(Sampler):
     of `sample`.
     """
 
-    def effective_sample_size(self, state: PyTree, sampleable: Sampleable) -> jax.Array:
-        """Return 1 if a row is left, else 0: each is consumed once."""
-        return (self.size(state, sampleable) > 0).astype(jnp.float32)
-
     def can_add(self, state: PyTree, sampleable: Sampleable, num_rows: int) -> jax.Array:
         """Return whether more rows can be written without overwriting rows still to be consumed.
 
@@ -498,14 +479,3 @@ def uniform_probability(total: jax.Array) -> jax.Array:
     float32[...], of the shape of `total`.
     """
     return jnp.where(total > 0, 1 / jnp.maximum(total, 1).astype(jnp.float32), 0)
-
-
-def effective_size(mean_probability: jax.Array, size: jax.Array) -> jax.Array:
-    """Return 1 / sum of squared probabilities of all rows, as a part of their number: float32[].
-
-    Args:
-      mean_probability: float32[], the mean probability of sampled rows, whose expectation is the
-        sum of squares. 0 if there are none.
-      size: int32[], the number of rows.
-    """
-    return jnp.where(mean_probability > 0, 1 / jnp.maximum(mean_probability * size, 1), 0)

@@ -113,20 +113,10 @@ def test_operations_are_in_place_in_a_scan(case):
 
 @kinds
 def test_operations_are_in_place_for_a_population(case):
-
-    def shapes(capacity):
-        """Return a buffer of the population, the shapes of its state, and those of all and keys."""
-        buffer, one = case.shapes(capacity // POPULATION)
-        states = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((POPULATION, *leaf.shape), leaf.dtype), one
-        )
-        return buffer, one, (states, jax.random.split(jax.random.key(0), POPULATION))
-
-    # `metrics` searches 64 rows of each, by up to 128 children of a node: the storage is larger.
-    buffer, _, given = shapes(8 * CAPACITY)
-    read_all = jax.vmap(functools.partial(reads, buffer))
-    _check("reads", read_all, given, None, num_elements=8 * CAPACITY)
-    buffer, one, given = shapes(CAPACITY)
+    buffer, one = case.shapes(CAPACITY // POPULATION)
+    many = lambda leaf: jax.ShapeDtypeStruct((POPULATION, *leaf.shape), leaf.dtype)
+    given = jax.tree.map(many, one), jax.random.split(jax.random.key(0), POPULATION)
+    _check("reads", jax.vmap(functools.partial(reads, buffer)), given, None)
     for name, function in operations(case, buffer, one).items():
         if name == "reads":
             continue
@@ -162,9 +152,9 @@ def test_the_judge_sees_a_copy():
         check_in_place(both, (state,), num_elements=CAPACITY, donated=0)
 
 
-def _check(name, function, arguments, donated, num_elements=CAPACITY):
+def _check(name, function, arguments, donated):
     try:
         # a leaf with one number a row is too large
-        check_in_place(function, arguments, num_elements=num_elements, donated=donated)
+        check_in_place(function, arguments, num_elements=CAPACITY, donated=donated)
     except AssertionError as error:
         raise AssertionError(f"{name}: {error}") from None
