@@ -605,7 +605,7 @@ class ReplayBuffer(Static, Generic[T]):
 
     def can_sample(self, state: ReplayState) -> jax.Array:
         """Return whether a sample is valid, bool[]: `min_size` rows are sampleable, and one has a
-        positive priority.
+        positive priority. Of a blend, samplers of fraction 0 do not count.
 
         Args:
           state: The buffer's state.

@@ -117,11 +117,16 @@ class Joined(PrioritySampler):
 
     def size(self, state: PyTree, sampleable: Sampleable) -> jax.Array:
         """Return the number of rows that a part can sample, of the part with the most."""
-        return jnp.stack([*self._ask("size", state, sampleable).values()]).max()
+        sizes = jnp.stack([*self._ask("size", state, sampleable).values()])
+        return jnp.where(self._give(state), sizes, 0).max()
 
     def can_sample(self, state: PyTree) -> jax.Array:
-        """Return whether a part can sample."""
-        return jnp.stack([*self._ask("can_sample", state).values()]).any()
+        """Return whether a part that gives items can sample."""
+        return self._give(state).any()
+
+    def _give(self, state: PyTree) -> jax.Array:
+        """Return which parts may give items to a batch, as far as their states tell: bool[M]."""
+        return jnp.stack([*self._ask("can_sample", state).values()])
 
     def update(
         self, state: PyTree, sampleable: Sampleable, index: Index, priority: jax.Array

@@ -20,7 +20,7 @@ from jaxreplay.buffers.jitted import few_rows, method, program, programs
 from jaxreplay.buffers.mixture import Mixture
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import example_of as step_example, is_alive
-from jaxreplay.buffers.step_checks import check_envs
+from jaxreplay.buffers.step_checks import check_envs, of_call
 from jaxreplay.host.arrays import OUTSIDE, StepFormat, example_of, own
 from jaxreplay.host.staging import BlockLengths, Staging
 from jaxreplay.inspection.resets import FinalObsWatch, ResetWatch
@@ -520,16 +520,17 @@ class StateOwner(Owner):
         """
         checks.check_size("sample", "batch_size", batch_size)
         self.check_not_lost()
-        if not self.has_example or self._can_sample is False:
+        of_call = options.get("fractions") is not None  # its parts may give nothing, or others do
+        if not self.has_example or (self._can_sample is False and not of_call):
             return None
         consumes = isinstance(self.buffer.sampler, ConsumingSampler)
         reads = None if consumes else _sample
         batch, can_sample = self.read(
             reads, _add_and_sample, batch_size, self.draws.next, options, batch_size=batch_size
         )
-        if self._can_sample is None:  # the device is waited for once after each change
+        if self._can_sample is None and not of_call:  # the device is waited for once a change
             self._can_sample = bool(can_sample)
-        if not self._can_sample:
+        if not (bool(can_sample) if of_call else self._can_sample):
             return None
         if consumes:
             self._can_sample = None
@@ -543,6 +544,12 @@ class StateOwner(Owner):
         if self._can_sample is None:
             self._can_sample = bool(self.ask(method("can_sample")))
         return self._can_sample
+
+    def can_draw(self, options: Mapping[str, Any]) -> bool:
+        """Return whether the buffer can sample with the options of a call."""
+        if options.get("fractions") is None or not self.has_example:
+            return self.has_batch()
+        return bool(self.ask(_can_sample, options))
 
     def size(self) -> int:
         return 0 if self.state is None else int(self.ask(method("size")))
@@ -664,13 +671,18 @@ def _extend(buffer: ReplayBuffer, state: Any, block: Any, **envs: Any) -> Any:
     return buffer.extend(state, *block, **envs)
 
 
+@program
+def _can_sample(buffer: ReplayBuffer, state: Any, options: Any) -> jax.Array:
+    return of_call("sample", buffer, options).can_sample(state)
+
+
 @functools.partial(programs, static=("batch_size",))
 def _sample(
     buffer: ReplayBuffer, state: Any, draw: Any, options: Any, batch_size: int
 ) -> tuple[Sample, jax.Array]:
-    """Return a batch, and whether the buffer can sample."""
+    """Return a batch, and whether the buffer can sample with the options."""
     batch = buffer.sample(state, key_of(draw), batch_size, **options)
-    return batch, buffer.can_sample(state)
+    return batch, of_call("sample", buffer, options).can_sample(state)
 
 
 @functools.partial(program, changes=True, static=("function", "block"))
@@ -700,7 +712,8 @@ def _add_and_sample(
     """
     if block is not None:
         state = buffer.extend(state, *block)
-    can_sample, key = buffer.can_sample(state), key_of(draw)
+    can_sample = of_call("sample", buffer, options).can_sample(state)
+    key = key_of(draw)
     if isinstance(buffer.sampler, ConsumingSampler):
         state, batch = buffer.pop(state, key, batch_size, **options)
     else:

@@ -868,14 +868,17 @@ class Replay:
         return self._owner.has_batch() and (self._limiter is None or self._limiter.may_sample())
 
     def _why_no_sample(self) -> str:
-        if self._owner.has_batch():
+        if self._owner.has_batch() and not self._may_sample():
             return "inserts lag behind: add, or raise samples_per_insert"
-        member, owner = next(own for own in self._owners.items() if not own[1].has_batch())
-        of = "" if member is None else f"{member} has "
-        return (
-            f"no batch can be sampled yet, {of}{owner.size()} rows of at least "
-            f"{owner.buffer.min_size}: add steps first, or wait with timeout="
+        owners = [*self._owners.items()]
+        member, owner = next((own for own in owners if not own[1].has_batch()), owners[0])
+        of, size = "" if member is None else f"{member} has ", owner.size()
+        why = (
+            f"{of}{size} rows of at least {owner.buffer.min_size}"
+            if size < owner.buffer.min_size
+            else f"{of}{size} rows, but none of a positive priority, or of the fractions asked for"
         )
+        return f"no batch can be sampled yet, {why}: add steps first, or wait with timeout="
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -134,7 +134,7 @@ class TieredOwner(StateOwner):
     def draw(self, batch_size: int, options: Mapping[str, Any]) -> Any:
         """Return a `Pending` batch, or None if the buffer cannot sample."""
         checks.check_size("sample", "batch_size", batch_size)
-        if not self.has_example or not self.has_batch():
+        if not self.has_example or not self.can_draw(options):
             return None
         call, draw = self.ask, _draw_plan
         if isinstance(self.buffer.sampler, ConsumingSampler):

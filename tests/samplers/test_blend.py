@@ -41,9 +41,12 @@ BLENDS = {
 }
 blends = pytest.mark.parametrize("name", BLENDS)
 # A buffer is a pytree without leaves: its methods are jitted once for all equal buffers.
-add, extend, pop, sample, get, adopt, update, metrics = (
+add, extend, pop, sample, get, adopt, update, metrics, can_sample = (
     jax.jit(getattr(ReplayBuffer, name))
-    for name in ("add", "extend", "pop", "sample", "get", "adopt", "update_priorities", "metrics")
+    for name in (
+        *("add", "extend", "pop", "sample", "get", "adopt", "update_priorities"),
+        *("metrics", "can_sample"),
+    )
 )
 
 
@@ -239,6 +242,53 @@ def test_a_member_without_rows_gives_invalid_items():
     batch = sample(buffer, state, jax.random.key(0))
     assert batch.is_valid.tolist() == [True, True, False, False]
     np.testing.assert_allclose(batch.probability, [1 / 6, 1 / 6, 0, 0])
+
+
+def test_a_buffer_can_be_sampled_if_a_part_gives_items():
+    """A part of fraction 0, or one that has consumed its rows, gives none."""
+    whole = jr.blend(uniform=(jr.Uniform(), 0.0), priority=(jr.Prioritized(), 1.0))
+    online = jr.OnlineQueue(sampler=jr.Prioritized())
+    ones = np.ones((3, 1), np.float32)
+    for sampler in (whole, jr.blend(inner=(whole, 0.5)), online):
+        buffer = jr.items(capacity=8, batch_size=4, sampler=sampler)
+        state = extend(buffer, buffer.init(jnp.float32(0)), ones, priority=0 * ones)
+        if sampler is online:
+            assert can_sample(buffer, state)
+            state, batch = pop(buffer, state, jax.random.key(0))
+            assert batch.is_valid.tolist() == [True, True, True, False]
+        else:
+            assert not sample(buffer, state, jax.random.key(0)).is_valid.any()
+        assert not can_sample(buffer, state)
+        assert int(metrics(buffer, state)["size"]) == 0
+        state = update(buffer, state, get(buffer, state, np.arange(3)).index, ones[:, 0])
+        assert can_sample(buffer, state)
+
+
+def test_a_part_without_rows_counts_as_little_as_one_without_priorities():
+    """The newest row waits for its next observation: no part that gives items has a row."""
+    sampler = jr.blend(uniform=(jr.Uniform(), 0.0), newest=(jr.Newest(num_rows=1), 1.0))
+    sizes = {"capacity": 16, "batch_size": 4, "autoreset": "same_step_no_final_obs"}
+    buffer = jr.transitions(**sizes, sampler=sampler)
+    steps = plain_step(np.arange(3.0, dtype=np.float32)[:, None])
+    state = extend(buffer, buffer.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
+    assert not can_sample(buffer, state)
+    assert not sample(buffer, state, jax.random.key(0)).is_valid.any()
+
+
+def test_a_replay_waits_for_the_parts_that_give_the_items_of_a_call():
+    sampler = jr.blend(uniform=(jr.Uniform(), 0.5), priority=(jr.Prioritized(), 0.5))
+    for rows in ("device", "host"):
+        buffer = jr.items(capacity=8, batch_size=4, sampler=sampler)
+        replay = jr.Replay(buffer, example=np.float32(0), rows=rows)
+        replay.add(np.ones((3, 1), np.float32), priority=np.zeros((3, 1), np.float32))
+        assert replay.sample().is_valid.tolist() == [True, True, False, False]
+        of_priority = {"uniform": 0.0, "priority": 1.0}
+        with pytest.raises(TimeoutError, match="3 rows, but none of a positive priority"):
+            replay.sample(fractions=of_priority)
+        assert replay.sample(fractions={"uniform": 1.0, "priority": 0.0}).is_valid.all()
+        assert replay.sample().is_valid.any()
+        replay.add(np.ones((1, 1), np.float32))
+        assert replay.sample(fractions=of_priority).is_valid.all()
 
 
 def test_an_online_queue_gives_each_row_once_then_those_of_its_sampler():

@@ -152,10 +152,11 @@ def test_what_cannot_be_drawn_any_more_is_not_drawn():
     zero = make(**PRIORITIZED, steps=4)
     batch = zero.sample(100)
     zero.update_priorities(batch.index, np.zeros(100))
-    for replay, sizes in ((few, "0 rows of at least 10"), (zero, "9 rows of at least 1")):
+    no_priority = "9 rows, but none of a positive priority, or of the fractions asked for"
+    for replay, why in ((few, "0 rows of at least 10"), (zero, no_priority)):
         assert not replay.can_sample()
         with refused(
-            f"after 0 s: no batch can be sampled yet, {sizes}: add steps first", TimeoutError
+            f"after 0 s: no batch can be sampled yet, {why}: add steps first", TimeoutError
         ):
             replay.sample()
     zero.update_priorities(batch.index, np.ones(100))
