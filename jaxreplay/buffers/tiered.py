@@ -24,7 +24,7 @@ from jaxreplay.buffers.index_buffer import IndexBuffer, Plan, absent, made, mapp
 from jaxreplay.buffers.jitted import method, program, rebuild
 from jaxreplay.buffers.map_rows import block_of, traced
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
-from jaxreplay.buffers.state_checks import check_not_deleted, example_of
+from jaxreplay.buffers.state_checks import check_not_deleted, example_of, is_alive
 from jaxreplay.storage import agents, platforms, ring, row_flags, stored_arrays, writes
 from jaxreplay.storage.file_rows import END, FIRST, LAST_FLAGS, FileRows
 from jaxreplay.storage.host_rows import HostRows
@@ -120,7 +120,7 @@ class Tiered:
         fields = {field.name: getattr(buffer, field.name) for field in dataclasses.fields(buffer)}
         self.index, self._whole = self._index_type(**fields), buffer
         self._store: HostRows | None = None
-        self._lost: str | None = None  # the error in which an add lost rows
+        self._lost: str | None = None  # the error in which a call lost rows
         # int64[E], number of rows that each env got, overwritten ones too
         self.num_written = np.zeros(buffer.num_envs, np.int64)
         self._known: set[Any] = set()  # shapes of blocks that fit
@@ -303,29 +303,46 @@ class Tiered:
             values = steps.replace(terminated=None, truncated=None, final_obs=None)
             final = dict(named({"obs": steps.final_obs}))
         row, is_written, number = self._rows_of(flags, mask, envs)
-        self._wait_for_gathers(number)
-        stored = dict(named(state.rows.steps, is_leaf=stored_arrays.is_compound))
+        # Until the first value is stored, an error loses nothing.
+        stored, parts = dict(named(state.rows.steps, is_leaf=stored_arrays.is_compound)), []
         every = 2 if final else 1  # the row of a step, and that of a final observation
+        for name, leaf in named(values):
+            rows, kept = row[::every], is_written[::every]
+            if name in final:
+                leaf = np.stack([leaf, final[name]], axis=1)
+                leaf = leaf.reshape(len(row), *leaf.shape[2:])
+                rows, kept = row, is_written
+            parts.append((name, rows[kept], _bits(leaf[kept], stored[name])))
+        noted = self._noted(store, flags, envs, is_written) if isinstance(store, FileRows) else None
+        self._wait_for_gathers(number)
+
+        def append() -> ReplayState:
+            after = _extend(self.index, state, flags, given, envs)
+            store.begin(number)
+            for part in parts:
+                store.write(*part)
+            if noted is not None:
+                self._note(store, noted, row, is_written, number)
+            self.num_written = number
+            return after
+
+        return self._undivided(state, append)
+
+    def _undivided(self, state: ReplayState, call: Callable[[], ReplayState]) -> ReplayState:
+        """Return the state that a call makes of one, which it donates. Interrupts wait for its end.
+
+        If it fails before it donates the state, nothing is lost.
+        """
+        is_done = False
         try:
             with defer_interrupts():
-                store.begin(number)
-                # The values, on the host.
-                for name, leaf in named(values):
-                    rows, kept = row[::every], is_written[::every]
-                    if name in final:
-                        leaf = np.stack([leaf, final[name]], axis=1)
-                        leaf = leaf.reshape(len(row), *leaf.shape[2:])
-                        rows, kept = row, is_written
-                    store.write(name, rows[kept], _bits(leaf[kept], stored[name]))
-                if isinstance(store, FileRows):
-                    self._note(store, flags, envs, row, is_written, number)
-                # The rest, on the device.
-                state = _extend(self.index, state, flags, given, envs)
-                self.num_written = number
+                after = call()
+                is_done = True
         except Exception as error:
-            self._lost = repr(error)
+            if not is_done and not is_alive(state):
+                self._lost = repr(error)
             raise
-        return state
+        return after
 
     def _checked(
         self, where: str, state: ReplayState, steps: PyTree, given: tuple[Any, ...], envs: Any
@@ -371,20 +388,17 @@ class Tiered:
         np.add.at(number, env, nth[-1])
         return env * self.buffer.length + position, is_written, number
 
-    def _note(
-        self, store: FileRows, flags: Any, envs: Any, row: Any, is_written: Any, number: Any
-    ) -> None:
-        """Write to the journal which rows are complete, and their flags, as the device counts them.
+    def _noted(self, store: FileRows, flags: Any, envs: Any, is_written: Any) -> Any:
+        """Return what the journal has of a block, as the device counts it: the flags of its rows
+        and those of several agents, [K, E], or None; and the flags of the newest rows before it.
 
         Args:
           store: The files.
           flags: bool[T, E] or bool[T, E, A], of the steps: terminated, truncated.
           envs: int[E], or None for all envs.
-          row: int64[K, E], rows.
-          is_written: bool[K, E], whether each is written.
-          number: int64[num_envs], the number of each env's next row.
+          is_written: bool[K, E], whether each row is written.
         """
-        last = store.progress[LAST_FLAGS].astype(np.uint8)
+        last, found = store.progress[LAST_FLAGS].astype(np.uint8), (None, None)
         if (layout := self.index.layout()).autoreset is not None:
             env = slice(None) if envs is None else np.where(is_written.any(axis=0), envs, 0)
             of_agents = None
@@ -396,9 +410,24 @@ class Tiered:
             taken = is_written[:: layout.rows_per_step]
             with jax.default_device(jax.devices("cpu")[0]):
                 found = _flags_of(layout, *flags, taken, last[env], of_agents)
-            for name, values in zip(("flags", "agents"), found, strict=True):
-                if values is not None:
-                    store.journal[name][row[is_written]] = np.asarray(values)[is_written]
+            found = jax.device_get(found)
+        return found, last
+
+    def _note(self, store: Any, noted: Any, row: Any, is_written: Any, number: Any) -> None:
+        """Write to the journal which rows are complete, and their flags.
+
+        Args:
+          store: The files.
+          noted: What `_noted` returned.
+          row: int64[K, E], rows.
+          is_written: bool[K, E], whether each is written.
+          number: int64[num_envs], the number of each env's next row.
+        """
+        found, last = noted
+        for name, values in zip(("flags", "agents"), found, strict=True):
+            if values is not None:
+                store.journal[name][row[is_written]] = values[is_written]
+        if "flags" in store.journal:
             has_new = number > self.num_written
             last[has_new] = store.journal["flags"][self._newest(number)[has_new]]
         store.end(number, last)
@@ -613,11 +642,15 @@ class Tiered:
         store = self._store_of("write")
         _check_outside("write", state)
         check_not_deleted("write", state)
-        state, rows, given = _write(self.index, state, index, values)
         stored = dict(named(state.rows.steps, is_leaf=stored_arrays.is_compound))
         concurrent.futures.wait([flight.future for flight in self._flights])
-        self._put(store, stored, np.asarray(rows), given)
-        return state
+
+        def write() -> ReplayState:
+            after, rows, given = _write(self.index, state, index, values)
+            self._put(store, stored, np.asarray(rows), given)
+            return after
+
+        return self._undivided(state, write)
 
     def map_rows(
         self,
@@ -653,7 +686,8 @@ class Tiered:
         for number in range(-(-self.buffer.capacity // size)):
             plan = _block(self.index, state, np.int32(number), arguments, function, size)
             found = jax.device_get(made(plan, self.take(plan)))
-            self._put(store, stored, *found[:2])
+            with defer_interrupts():
+                self._put(store, stored, *found[:2])
             trace += int(found[2])
         return _traced(self.index, state, np.uint32(trace & 0xFFFFFFFF))
 
@@ -757,7 +791,7 @@ class Tiered:
 
     @property
     def is_lost(self) -> bool:
-        """True if an add that failed has lost rows."""
+        """True if a call that failed has lost rows."""
         return self._lost is not None
 
     @property
@@ -870,7 +904,9 @@ class Tiered:
     def _changed(self, name: str, state: ReplayState, *arguments: Any) -> ReplayState:
         _check_outside(name, (state, arguments))
         check_not_deleted(name, state)
-        return self._followed(method(name)(self.index, state, *arguments), is_new=name == "drop")
+        change, is_new = method(name), name == "drop"
+        changed = lambda: self._followed(change(self.index, state, *arguments), is_new)
+        return self._undivided(state, changed)
 
     def _followed(self, state: ReplayState, is_new: bool = False) -> ReplayState:
         """Return the state, after counting the rows that it says were written.
@@ -909,8 +945,8 @@ class Tiered:
             raise ValueError(f"{where}: there are no rows; make a state with init first")
         if self._lost is not None:
             raise RuntimeError(
-                f"{where}: rows were lost in an add that raised {self._lost}; make a new state "
-                "with init, or adopt one"
+                f"{where}: rows were lost in a call that raised {self._lost}; make a new "
+                "state with init, or adopt one"
             )
         return self._store
 

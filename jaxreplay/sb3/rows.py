@@ -90,8 +90,14 @@ class TransitionTier(Tiered):
         self._begin_anew()
         if isinstance(store, FileRows):
             self._reopen(store, goes_on[0], was_first[0])
-        self.num_written = self.num_written - goes_on[0]
-        return self._append("extend", state, steps, given)
+        before, number = self.num_written, self.num_written - goes_on[0]
+        self.num_written = number
+        try:
+            return self._append("extend", state, steps, given)
+        except BaseException:
+            if self.num_written is number:  # nothing was appended
+                self.num_written = before
+            raise
 
     def _reopen(self, store: FileRows, mask: np.ndarray, was_first: np.ndarray) -> None:
         """Note that the newest rows, which are final, are removed, as `newest_row.reopen` does."""

@@ -215,7 +215,7 @@ class FileRows(HostRows):
 
     def write(self, name: str, rows: np.ndarray, values: np.ndarray) -> None:
         array = self.arrays[name]
-        if array[:1].nbytes < _PAGE:
+        if array[:1].nbytes < _PAGE or not len(rows):
             array[rows] = values
             return
         # Through a map, a page that is overwritten would be read first.

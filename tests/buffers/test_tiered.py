@@ -298,11 +298,17 @@ def test_an_add_that_fails_moves_nothing_or_says_that_rows_are_lost(monkeypatch)
     def failing(*_):
         raise OSError("no memory")
 
-    monkeypatch.setattr("jaxreplay.buffers.tiered._extend", failing)
+    # before anything is stored, the rows stay
+    with pytest.MonkeyPatch.context() as patch, refused("no memory", OSError):
+        patch.setattr("jaxreplay.buffers.tiered._extend", failing)
+        tier.add(state, np.int32([6]))
+    assert rows_of(tier, state, 6) == [0, 1, 2, 3, 4, 5]
+    plan = jax.jit(tier.get)(state, np.arange(6))
+    monkeypatch.setattr(HostRows, "write", failing)
     with refused("no memory", OSError):
         tier.add(state, np.int32([6]))
-    with refused(r"take: rows were lost in an add that raised OSError", RuntimeError):
-        rows_of(tier, state, 5)
+    with refused(r"take: rows were lost in a call that raised OSError", RuntimeError):
+        tier.take(plan)
     monkeypatch.undo()
     assert rows_of(tier, tier.add(tier.init(np.int32(0)), np.int32([7])), 1) == [7]
 

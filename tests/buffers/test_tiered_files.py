@@ -111,6 +111,30 @@ def test_an_add_that_is_cut_off_loses_what_it_would_overwrite_and_no_more(tmp_pa
     check_rows(tier, state, 20, 70)
 
 
+def doubled(item):
+    """Return twice the values of an item."""
+    return jax.tree.map(lambda leaf: leaf * 2, item)
+
+
+def test_a_call_that_writes_no_row_of_a_page_changes_nothing_else(tmp_path):
+    options = {"capacity": 8, "batch_size": 2, "allow_mask": True, "allow_write": True}
+    tier = jr.tiered(jr.items(**options), rows=tmp_path)
+    page = lambda number: {"a": np.full((1, 1500), number, np.int32), "b": np.int32([number])}
+    state = tier.init(jax.tree.map(lambda leaf: leaf[0], page(0)))
+    for number in (1, 2):
+        state = tier.add(state, page(number), np.ones(1, bool))
+    index = tier.sample(state, jax.random.key(0)).index
+    state = tier.add(state, page(3), np.zeros(1, bool))
+    state = tier.add(state, page(4), np.ones(1, bool), envs=[1])  # padding
+    state = tier.map_rows(state, doubled, block=2)  # of which three blocks are empty
+    for number in range(3, 11):
+        state = tier.add(state, page(number), np.ones(1, bool))
+    state = tier.write(state, index, {"a": np.zeros((2, 1500), np.int32)})  # all are overwritten
+    state = tier.add(state, page(11), np.ones(1, bool))
+    for name, rows in tier._store.arrays.items():
+        assert rows.reshape(8, -1)[:, 0].tolist() == [9, 10, 11, 4, 5, 6, 7, 8], name
+
+
 def test_a_folder_is_open_once(tmp_path):
     tier, _ = opened(tmp_path)
     with refused(f"in use by the process {os.getpid()}; one at a time", BlockingIOError):
