@@ -72,11 +72,13 @@ class Tiered:
     that it was drawn from: after `init`, `adopt` or a restore, take none that was drawn before.
 
     Rows in files stay when the process ends, also if it is killed: `init` opens them again. Then
-    all rows of the adds that returned are there, with the priorities of new rows.
+    all rows of the adds that returned are there, with the priorities of new rows. Unfinished
+    episodes end, as `end_streams` ends them.
 
     Args:
       buffer: A `ReplayBuffer`.
       rows: As for `jaxreplay.tiered`. Default: "host".
+      continue_streams: As for `jaxreplay.tiered`. Default: False.
 
     Raises:
       ValueError: The buffer cannot be divided, or there is no such place.
@@ -96,7 +98,9 @@ class Tiered:
     _takes: type = ReplayBuffer  # of the buffer
     _index_type: type = IndexBuffer
 
-    def __init__(self, buffer: ReplayBuffer[Any], rows: Any = "host"):
+    def __init__(
+        self, buffer: ReplayBuffer[Any], rows: Any = "host", continue_streams: bool = False
+    ):
         place = os.fspath(rows) if isinstance(rows, str | os.PathLike) else None
         if place is None or (place != "host" and place is rows and os.sep not in place):
             raise ValueError(
@@ -105,6 +109,12 @@ class Tiered:
             )
         # "host", or a path that stays the same if the process goes to another folder
         self.place = place if place == "host" else os.path.abspath(place)
+        if continue_streams and place == "host":
+            raise ValueError(
+                "tiered: continue_streams=True is for rows in files, such as rows='./run7', got "
+                f"rows={place!r}"
+            )
+        self._continues = continue_streams
         if type(buffer) is not self._takes:
             raise ValueError(
                 f"tiered: takes a ReplayBuffer, such as jaxreplay.uniform(...), got {buffer!r}"
@@ -151,9 +161,12 @@ class Tiered:
           OSError: The disk has too little space, or the folder is in use, or on another machine.
         """
         state = self._prepared(example)
-        if isinstance(self._store, FileRows):
-            return self._reopened(state, self._store)
-        return self._followed(state)
+        if not isinstance(self._store, FileRows):
+            return self._followed(state)
+        state = self._reopened(state, self._store)
+        # The envs of a new process begin new episodes.
+        has_streams = self.buffer.autoreset is not None and self.num_written.any()
+        return self.end_streams(state) if has_streams and not self._continues else state
 
     def _prepared(self, example: PyTree) -> ReplayState:
         """Return an empty state, with room for its rows, or with those that a folder has."""
@@ -1041,13 +1054,18 @@ def _rows_at(values: jax.Array, rows: Any) -> jax.Array:
     return values[rows]
 
 
-def tiered(buffer: ReplayBuffer[Any], *, rows: Any = "host") -> Tiered:
+def tiered(
+    buffer: ReplayBuffer[Any], *, rows: Any = "host", continue_streams: bool = False
+) -> Tiered:
     """Divide a buffer: the rows lie on the host, and an index of 5 to 17 bytes a row on the device.
 
     Args:
       buffer: A `ReplayBuffer`. It is not changed.
       rows: Where the rows lie: "host", in its memory; or the path of a folder on a disk of this
         machine, such as "/data/run7", where they stay when the process ends. Default: "host".
+      continue_streams: If True, the unfinished episodes of a folder continue with the next step, so
+        the envs must be where they were at the last one. Default: False; they end when the folder
+        is opened, since new envs begin new episodes.
 
     Returns:
       A `jaxreplay.buffers.Tiered`.
@@ -1061,4 +1079,4 @@ def tiered(buffer: ReplayBuffer[Any], *, rows: Any = "host") -> Tiered:
       >>> tier.init({"x": np.zeros(3)})
       ReplayState(1 env x 8 rows, item {x: f32[3]}, 16 B)
     """
-    return Tiered(buffer, rows)
+    return Tiered(buffer, rows, continue_streams)

@@ -69,6 +69,8 @@ class Replay:
         `jaxreplay.tiered` has it: "host", in the memory of the host; or the path of a folder on a
         disk of this machine, such as "/data/run7". Rows that the folder has already are those that
         the replay begins with, once it knows the shapes of a step. Default: "device".
+      continue_streams: With rows in files, as for `jaxreplay.tiered`: if True, the unfinished
+        episodes of the folder continue with the next step. Default: False; they end.
       prefetch: Number of batches that are sampled in advance, at the end of each `sample`: the
         device works on them while the caller learns. Their priorities are older by as many batches.
         They count as sampled, and are not saved; nor are their rows, if the sampler consumes rows.
@@ -111,6 +113,7 @@ class Replay:
         framework: Framework = "jax",
         device: Any = None,
         rows: Any = "device",
+        continue_streams: bool = False,
         prefetch: int = 0,
         samples_per_insert: float | None = None,
         timeout: float | None = None,
@@ -131,6 +134,8 @@ class Replay:
                 f"Replay: rows={rows!r} takes no mixture and no device=: the index lies on JAX's "
                 "default device"
             )
+        if continue_streams and rows == "device":
+            raise ValueError("Replay: continue_streams=True needs rows in files: rows=folder")
         self._owner: Any  # of all rows
         self._owners: dict[str | None, StateOwner]  # of each member
         if isinstance(buffer, Mixture):
@@ -142,7 +147,9 @@ class Replay:
                 if rows == "device"
                 else TieredOwner(
                     # `jaxreplay.open` has made one
-                    rows if isinstance(rows, Tiered) else tiered(buffer, rows=rows),
+                    rows
+                    if isinstance(rows, Tiered)
+                    else tiered(buffer, rows=rows, continue_streams=continue_streams),
                     Draws(seed),
                     ahead=prefetch > 0,
                 )

@@ -116,7 +116,7 @@ def test_batches_are_those_of_a_buffer_on_the_device(case, place, tmp_path):
 def check_reopened(buffer, folder, tier, state, case):
     """Check that a folder has the rows of a buffer's state, after it is closed."""
     tier.close()
-    other = jr.tiered(buffer, rows=folder)
+    other = jr.tiered(buffer, rows=folder, continue_streams=True)
     found = other.init(case.example())
     numbers = jax.jit(lambda state: [getattr(state.counters, name) for name in COUNTED])
     check_equal(numbers(found), numbers(state))
@@ -397,6 +397,10 @@ def test_mistakes_are_answered():
         jr.tiered(jr.uniform(**sizes, autoreset="same_step", num_agents=2))
     with refused("rows='host' takes no mixture and no device="):
         jr.Replay(plain, rows="host", device="cpu")
+    with refused("continue_streams=True is for rows in files"):
+        jr.tiered(plain, continue_streams=True)
+    with refused("continue_streams=True needs rows in files"):
+        jr.Replay(plain, continue_streams=True)
     tier = jr.tiered(plain)
     with refused("add: there are no rows; make a state with init first"):
         tier.add(None, np.zeros(2))

@@ -30,9 +30,10 @@ def example():
     return jax.tree.map(lambda leaf: leaf[0, 0], steps([0]))
 
 
-def opened(folder, buffer=None):
+def opened(folder, buffer=None, continue_streams=True):
     """Return a tiered buffer over a folder, and its state."""
-    tier = jr.tiered(buffer or row_writer.buffer(), rows=folder)
+    buffer = buffer or row_writer.buffer()
+    tier = jr.tiered(buffer, rows=folder, continue_streams=continue_streams)
     return tier, tier.init(example())
 
 
@@ -82,6 +83,30 @@ def test_the_rows_of_a_killed_process_are_there(tmp_path):
         check_rows(tier, state, first, end)
         tier.close()
         last = end
+
+
+def pairs(tier, state):
+    """Return the steps that transitions are from and to, of those that go on."""
+    batch = tier.sample(state, jax.random.key(0), batch_size=256)
+    found = jax.device_get(batch.experience)
+    goes_on = (found.discount > 0) & batch.is_valid
+    codes = found.obs["x"][goes_on] // NUM_ENVS, found.next_obs["x"][goes_on] // NUM_ENVS
+    return {*zip(*(code.tolist() for code in codes), strict=True)}
+
+
+def test_the_streams_of_a_folder_end_when_it_is_opened_again(tmp_path):
+    tier, state = opened(tmp_path)
+    state = tier.extend(state, steps(range(4)))
+    for continue_streams, joined in ((True, True), (False, False)):
+        shutil.copytree(tmp_path / "rows", tmp_path / f"{joined}" / "rows")
+        other, found = opened(tmp_path / f"{joined}", continue_streams=continue_streams)
+        for _ in range(2):  # also where it is closed before the next add
+            other.close()
+            other, found = opened(tmp_path / f"{joined}", continue_streams=True)
+        found = other.extend(found, steps(range(15, 18)))
+        own = {(0, 1), (1, 2), (2, 3), (15, 16), (16, 17)}
+        assert pairs(other, found) == own | ({(3, 15)} if joined else set())
+        other.close()
 
 
 def test_an_add_that_is_cut_off_loses_what_it_would_overwrite_and_no_more(tmp_path, monkeypatch):
@@ -461,6 +486,6 @@ def test_a_replay_goes_on_with_the_rows_of_its_folder(tmp_path):
         assert len(replay) == size
         assert replay.load(tmp_path / "index", extras={"step": 0}) == {"step": 30}
         check_rows(replay._owner.tier, replay._owner.state, 0, 30)
-    with made() as replay:  # the shapes are those of the first step
+    with made(continue_streams=True) as replay:  # the shapes are those of the first step
         add(replay, range(30, 31))
         check_rows(replay._owner.tier, replay._owner.state, 0, 31)

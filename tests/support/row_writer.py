@@ -2,7 +2,8 @@
 
     python -m tests.support.row_writer FOLDER
 
-After each add it writes the number of steps so far to its output, 8 bytes each.
+It continues the history of the process before it. After each add it writes the number of steps so
+far to its output, 8 bytes each.
 """
 
 import os
@@ -38,7 +39,7 @@ def steps(numbers):
 
 
 def main(folder):
-    tier = jr.tiered(buffer(), rows=folder)
+    tier = jr.tiered(buffer(), rows=folder, continue_streams=True)
     state = tier.init(jax.tree.map(lambda leaf: leaf[0, 0], steps([0])))
     number = int(state.lap) * LENGTH + int(state.head)
     while True:
