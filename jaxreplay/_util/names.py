@@ -8,9 +8,11 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay._util.aliases import PyTree, Specs
@@ -54,9 +56,30 @@ def named(tree: PyTree, is_leaf: Any = None) -> list[tuple[str, Any]]:
     return leaves
 
 
+def nested(leaves: Mapping[str, Any]) -> PyTree:
+    """Return a tree of dicts of leaves by name; the leaf itself, if its name is empty."""
+    tree: dict[str, Any] = {"": {}}
+    for name, leaf in leaves.items():
+        *path, last = ["", *name.split(".")] if name else [""]
+        below = tree
+        for key in path:
+            below = below.setdefault(key, {})
+        below[last] = leaf
+    return tree[""]
+
+
 def spec_text(spec: Specs, num_axes: int = 0) -> str:
     """Return dtype and shape as `float32[3, 4]`, without the first `num_axes` axes."""
     return f"{getattr(spec.dtype, 'name', spec.dtype)}{list(spec.shape[num_axes:])}"
+
+
+def spec_of(text: str) -> jax.ShapeDtypeStruct:
+    """Return dtype and shape of such a text. Raises a ValueError if it has none."""
+    found = re.fullmatch(r"(\w+)\[((?:\d+(?:, )?)*)\]", text)
+    if found is None:
+        raise ValueError(f"{text[:60]!r} is no dtype and shape")
+    shape = tuple(map(int, found[2].split(", "))) if found[2] else ()
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(found[1]))
 
 
 def kind_of(value: Any) -> str:

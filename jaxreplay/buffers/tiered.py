@@ -17,7 +17,7 @@ from jax.core import Tracer
 
 from jaxreplay._util import checks
 from jaxreplay._util.aliases import Key, PyTree
-from jaxreplay._util.names import named
+from jaxreplay._util.names import named, nested
 from jaxreplay._util.signals import defer_interrupts
 from jaxreplay.buffers import memory, step_checks
 from jaxreplay.buffers.index_buffer import IndexBuffer, Plan, absent, made, mapped
@@ -25,7 +25,15 @@ from jaxreplay.buffers.jitted import method, program, rebuild
 from jaxreplay.buffers.map_rows import block_of, traced
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import check_not_deleted, example_of, is_alive
-from jaxreplay.storage import agents, platforms, ring, row_flags, stored_arrays, writes
+from jaxreplay.storage import (
+    agents,
+    file_rows,
+    platforms,
+    ring,
+    row_flags,
+    stored_arrays,
+    writes,
+)
 from jaxreplay.storage.file_rows import END, FIRST, LAST_FLAGS, FileRows
 from jaxreplay.storage.host_rows import HostRows
 from jaxreplay.storage.layout import Layout
@@ -793,6 +801,20 @@ class Tiered:
     def is_in_files(self) -> bool:
         """True if the rows are in files."""
         return self.place != "host"
+
+    @property
+    def example_in_files(self) -> PyTree:
+        """Shapes and dtypes of one env's step, or of an item, that a folder has rows of, with dicts
+        as pytrees; None if there are no rows."""
+        leaves = {} if not self.is_in_files else file_rows.leaves_of(self.place)
+        if not leaves:
+            return None
+        values = nested(leaves)
+        if self.buffer.autoreset is None:
+            return values
+        shape = () if self.buffer.num_agents is None else (self.buffer.num_agents,)
+        flag = jax.ShapeDtypeStruct(shape, bool)
+        return Step(**{**values, "terminated": flag, "truncated": flag})
 
     def free_bytes(self) -> int | None:
         """Return the free bytes where the rows lie, or None if the system does not report them."""

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay._util.aliases import PyTree
+from jaxreplay._util.names import nested
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.tiered import Tiered
 from jaxreplay.checkpoint import bundle
@@ -201,14 +202,8 @@ class Opened(Tiered):
 
 def _example_of(member: Member) -> PyTree:
     """Return shapes and dtypes of one env's step, or of an item, with dicts as pytrees."""
-    item: dict[str, Any] = {"steps": {}}
-    for leaf in member.leaves:
-        *path, last = leaf.name.split(".")
-        below = item
-        for key in path:
-            below = below.setdefault(key, {})
-        below[last] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    steps = item["steps"]
+    leaves = {leaf.name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in member.leaves}
+    steps = nested(leaves)["steps"]
     if not member.layout.autoreset:
         return steps
     agents = getattr(steps.get("terminated"), "shape", ())  # their flags are stored, too

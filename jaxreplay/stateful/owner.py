@@ -1,5 +1,6 @@
 """The state of a `Replay`: each change donates it, and an error says so if a change lost it."""
 
+import contextlib
 import dataclasses
 import functools
 import operator
@@ -237,6 +238,11 @@ class StateOwner(Owner):
     def has_example(self) -> bool:
         """True if the shapes of a step are known."""
         return self._staging is not None
+
+    def opened(self) -> contextlib.AbstractContextManager[bool]:
+        """Return a context that yields whether there are rows. Those that a folder has are there,
+        also if the shapes of a step are not known yet."""
+        return contextlib.nullcontext(self.has_example)
 
     @property
     def example(self) -> Any:

@@ -632,8 +632,9 @@ class Replay:
         with self._monitor:
             self._check_open()
             for owner in self._owners.values():
-                if owner.has_example:
-                    self._changing(owner.change, owner.method("clear"))
+                with owner.opened() as has_rows:
+                    if has_rows:
+                        self._changing(owner.change, owner.method("clear"))
             self._start_anew()
 
     def end_streams(self, mask: Any = None, *, member: str | None = None) -> None:
@@ -655,13 +656,15 @@ class Replay:
             elif len(owners) > 1:
                 owners = [owner for owner in owners if owner.buffer.autoreset is not None]
             for owner in owners:
-                if owner.has_example:
-                    self._changing(owner.change, owner.method("end_streams"), mask)
-                    owner.final_obs.restart()
+                with owner.opened() as has_rows:
+                    if has_rows:
+                        self._changing(owner.change, owner.method("end_streams"), mask)
+                        owner.final_obs.restart()
 
     def drop(self, mask: Any, *, member: str | None = None) -> None:
         """Give up the unfinished episodes of some envs, as `ReplayBuffer.drop` does. Prefetched
-        batches are given up, too.
+        batches are given up, too. Those of a folder have ended when it was opened, unless
+        `continue_streams=True`.
 
         Args:
           mask: bool[E], True for the envs whose episode is given up.
@@ -673,9 +676,10 @@ class Replay:
         owner = self._owner_of("drop", member)
         with self._monitor:
             self._check_open()
-            if owner.has_example:
-                self._changing(owner.change, owner.method("drop"), mask)
-                self._start_anew()
+            with owner.opened() as has_rows:
+                if has_rows:
+                    self._changing(owner.change, owner.method("drop"), mask)
+                    self._start_anew()
 
     def metrics(self) -> dict[str, float]:
         """Return the figures of `ReplayBuffer.metrics` as numbers; {} before the first `add`. Those

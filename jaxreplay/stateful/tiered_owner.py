@@ -1,8 +1,9 @@
 """The state of a `Replay` whose rows lie on the host."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -89,6 +90,19 @@ class TieredOwner(StateOwner):
 
     def _empty(self, example: PyTree) -> Any:
         return self.tier.init(example)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[bool]:
+        example = None if self.has_example else self.tier.example_in_files
+        if example is None:
+            yield self.has_example
+            return
+        self.init(example)
+        try:
+            yield True
+        finally:  # the first step tells its pytrees
+            self.forget()
+            self.tier.close()
 
     def free(self, when: str) -> None:
         super().free(when)

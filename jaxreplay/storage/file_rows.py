@@ -20,10 +20,11 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxreplay._util.aliases import Specs
-from jaxreplay._util.names import spec_text
+from jaxreplay._util.names import spec_of, spec_text
 from jaxreplay.storage.host_rows import HostRows
 
 fcntl: Any = None
@@ -102,6 +103,9 @@ class FileRows(HostRows):
             if not self._rows.exists():
                 self._make(own, shapes)
             self._about = self._read_about(own)
+            # in the order in which they were made: that of a pytree of another kind may differ
+            names = [("rows", name) for name in self._about["leaves"]]
+            shapes = {key: shapes[key] for key in (*names, *shapes)}
             for nth, (key, (shape, dtype)) in enumerate(shapes.items()):
                 self._open(key, self._rows / _file_name(nth, key), shape, dtype)
         except BaseException:
@@ -153,22 +157,10 @@ class FileRows(HostRows):
 
     def _read_about(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the folder says of its rows. Raise a ValueError if others are wanted."""
-        path = self._rows / "rows.json"
-        try:
-            found = json.loads(path.read_text())
-            token, branches = found["token"], found["branches"]
-            bytes.fromhex(token)
-            {name: np.array(limits).reshape(2, -1) for name, limits in branches.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is damaged: {error!r}") from error
-        if found.get("format") != _FORMAT:
-            raise ValueError(
-                f"{path} has the format {found.get('format')!r}; this version reads {_FORMAT}"
-            )
-        lines = []
+        found, lines = _found_about(self._rows / "rows.json"), []
         for name, value in own.items():
             if name == "leaves":
-                its = found.get(name, {})
+                its = found[name]
                 lines += [
                     f"{leaf}: the folder has {its.get(leaf, 'nothing')}, this buffer "
                     f"{value.get(leaf, 'nothing')}"
@@ -181,7 +173,7 @@ class FileRows(HostRows):
             raise ValueError(
                 "\n  ".join([f"{self._folder} has the rows of another buffer:", *lines])
             )
-        return {**own, "token": token, "branches": branches}
+        return found
 
     def _open(
         self, key: tuple[str, str], path: pathlib.Path, shape: tuple[int, ...], dtype: Any
@@ -328,6 +320,37 @@ class FileRows(HostRows):
         super().close()
         self._closed()
         self._maps, self.journal = {}, {}
+
+
+def leaves_of(folder: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return shape and dtype of a row of each leaf that a folder has, by name; {} without rows.
+
+    Raises:
+      ValueError: They cannot be read.
+    """
+    path = pathlib.Path(folder) / "rows" / "rows.json"
+    if not path.parent.exists():
+        return {}
+    return {name: spec_of(text) for name, text in _found_about(path)["leaves"].items()}
+
+
+def _found_about(path: pathlib.Path) -> dict[str, Any]:
+    """Return what a folder says of its rows. Raises a ValueError if it is damaged."""
+    try:
+        found = json.loads(path.read_text())
+        if found["format"] == _FORMAT:
+            bytes.fromhex(found["token"])
+            for text in found["leaves"].values():
+                spec_of(text)
+            for limits in found["branches"].values():
+                numbers = np.array(limits)
+                if numbers.shape != (2, found["num_envs"]) or numbers.dtype.kind != "i":
+                    raise ValueError("branches have other numbers")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {error!r}") from error
+    if found["format"] != _FORMAT:
+        raise ValueError(f"{path} has the format {found['format']!r}; this version reads {_FORMAT}")
+    return found
 
 
 def _close_all(files: dict[Any, int]) -> None:

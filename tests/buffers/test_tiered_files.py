@@ -1,6 +1,7 @@
 """Rows in files: what is there after the end of a process, and what is wrong with a folder."""
 
 import errno
+import functools
 import json
 import os
 import pathlib
@@ -467,14 +468,38 @@ def test_a_copy_is_restored_anywhere_and_a_damaged_one_replaces_nothing(tmp_path
     check_rows(other, found, 11, 61)
 
 
+def add(replay, numbers):
+    for number in numbers:
+        replay.add(jax.tree.map(lambda leaf: leaf[0], steps([number])))
+
+
+BEFORE = {
+    "end_streams": (lambda replay: replay.end_streams(), {(0, 1), (1, 2), (2, 3)}),
+    "drop": (lambda replay: replay.drop(np.ones(3, bool)), set()),
+    "clear": (lambda replay: replay.clear(), set()),
+    "nothing": (len, {(0, 1), (1, 2), (2, 3), (3, 15)}),
+}
+
+
+@pytest.mark.parametrize("call", BEFORE)
+def test_a_call_before_the_first_add_changes_the_rows_of_the_folder(call, tmp_path):
+    """Where the shapes of a step are not known yet."""
+    made = functools.partial(
+        jr.Replay, row_writer.buffer(), rows=tmp_path, continue_streams=True, framework="numpy"
+    )
+    function, left = BEFORE[call]
+    with made() as replay:
+        function(replay)  # there are no rows
+        add(replay, range(4))
+    with made() as replay:
+        function(replay)
+        add(replay, range(15, 18))
+        found = pairs(replay._owner.tier, replay._owner.state)
+    assert found == left | {(15, 16), (16, 17)}
+
+
 def test_a_replay_goes_on_with_the_rows_of_its_folder(tmp_path):
-    def made(**options):
-        return jr.Replay(row_writer.buffer(), rows=tmp_path / "rows", **options)
-
-    def add(replay, numbers):
-        for number in numbers:
-            replay.add(jax.tree.map(lambda leaf: leaf[0], steps([number])))
-
+    made = functools.partial(jr.Replay, row_writer.buffer(), rows=tmp_path / "rows")
     with made() as replay:
         add(replay, range(30))
         replay.save(tmp_path / "index", extras={"step": 30})
