@@ -667,6 +667,7 @@ class Tiered:
         concurrent.futures.wait([flight.future for flight in self._flights])
 
         def write() -> ReplayState:
+            store.begin_rewrite()
             after, rows, given = _write(self.index, state, index, values)
             self._put(store, stored, np.asarray(rows), given)
             return after
@@ -703,6 +704,7 @@ class Tiered:
         size = min(block, self.buffer.capacity)
         stored = dict(named(state.rows.steps, is_leaf=stored_arrays.is_compound))
         concurrent.futures.wait([flight.future for flight in self._flights])
+        store.begin_rewrite()
         trace = 0
         for number in range(-(-self.buffer.capacity // size)):
             plan = _block(self.index, state, np.int32(number), arguments, function, size)
@@ -753,8 +755,9 @@ class Tiered:
         if (first := store.since(token, end)) is None:
             raise ValueError(
                 f"restore: the rows of this checkpoint are not in {self.place}: it has others, "
-                "or they were replaced after an earlier checkpoint was restored; a save with "
-                "copy=True has the rows itself"
+                "such as those of an older copy; or they were replaced after an earlier checkpoint "
+                "was restored, or changed by write or map_rows. A checkpoint that has the rows "
+                "itself can always be restored: save with copy=True"
             )
         concurrent.futures.wait([flight.future for flight in self._flights])
         state = restore(first)

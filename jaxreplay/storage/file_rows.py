@@ -35,6 +35,7 @@ _FORMAT = 1
 _PAGE = mmap.PAGESIZE
 # File systems of other machines, which may change a file behind a map.
 _REMOTE = re.compile(r"nfs|cifs|smb|9p|ceph|glusterfs|lustre|fuse\.(?:sshfs|s3|gcs|rclone|mount)")
+_MOST_BRANCHES = 100  # earlier tokens whose checkpoints can be loaded: 400 bytes each for 64 envs
 # Seconds a row, and a byte of them, above which rows count as read from the disk.
 _SLOW, _SLOW_BYTE = 5e-6, 5e-10
 # Rows of the progress, int64[3, E]: the numbers of the oldest row, which no write has begun to
@@ -56,7 +57,8 @@ class FileRows(HostRows):
       journal: The same of what the journal has of each row.
 
     Attributes:
-      token: Text that no other rows have. It changes with `forget` and `go_on_from`.
+      token: Text that no other rows have. It changes each time that the folder is opened, with
+        `forget`, `go_on_from` and `begin_rewrite`.
       journal: All rows of what the journal has, by name.
       progress: int64[3, E], as above.
 
@@ -100,7 +102,7 @@ class FileRows(HostRows):
         self._maps: dict[str, mmap.mmap] = {}
         self.arrays, self.journal = {}, {}
         try:
-            if not self._rows.exists():
+            if is_new := not self._rows.exists():
                 self._make(own, shapes)
             self._about = self._read_about(own)
             # in the order in which they were made: that of a pytree of another kind may differ
@@ -118,6 +120,10 @@ class FileRows(HostRows):
             self.close()
             raise ValueError(f"{self._rows}: the journal has numbers of rows that cannot be")
         self._is_cold = True  # of the last rows taken
+        self._is_saved = True  # an index may have the token
+        if not is_new:  # copies of a folder go on with tokens of their own
+            with contextlib.suppress(OSError):  # a full disk can be read still
+                self.go_on_from(end)
 
     @property
     def token(self) -> str:
@@ -288,7 +294,12 @@ class FileRows(HostRows):
         for token, limits in {**self._about["branches"], self.token: None}.items():
             low, high = limits or (first, end)
             branches[token] = [np.maximum(low, first).tolist(), np.minimum(high, end).tolist()]
-        self._renew(branches)
+        self._renew(dict([*branches.items()][-_MOST_BRANCHES:]))
+
+    def begin_rewrite(self) -> None:
+        # no checkpoint of the index may find other values than it had
+        if self._is_saved or self._about["branches"]:
+            self._renew({})
 
     def _renew(self, branches: Mapping[str, Any]) -> None:
         """Take another token.
@@ -297,22 +308,23 @@ class FileRows(HostRows):
           branches: Earlier tokens, each with the numbers of the oldest rows of each env that are
             there still, and of the first ones that may be replaced: int64[E] both, as lists.
         """
-        self._about = {**self._about, "branches": branches, "token": secrets.token_hex(8)}
-        _write_json(self._rows / "rows.json", self._about)
+        about = {**self._about, "branches": branches, "token": secrets.token_hex(8)}
+        _write_json(self._rows / "rows.json", about)
+        self._about, self._is_saved = about, False
 
     def since(self, token: str, end: np.ndarray) -> np.ndarray | None:
         """Return the number of the oldest row of each env, int64[E], that was not overwritten since
-        the rows had a token; None if they never had it, or if a row before int64[E] was replaced by
-        another one of the same number."""
-        first = self.progress[FIRST]
-        if token == self.token:
-            return first
-        low, high = self._about["branches"].get(token, (first, np.full_like(end, -1)))
+        the rows had a token; None if they never had it, or if a row before int64[E] is not there,
+        or was replaced by another one of the same number."""
+        first, newest, _ = self.progress
+        branches = {**self._about["branches"], self.token: (first, newest)}
+        low, high = branches.get(token, (first, np.full_like(end, -1)))
         return np.maximum(first, low) if (end <= high).all() else None
 
     def flush(self) -> str | None:
         for file in self._files.values():
             getattr(os, "fdatasync", os.fsync)(file)
+        self._is_saved = True
         return self.token
 
     def close(self) -> None:

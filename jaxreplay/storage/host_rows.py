@@ -50,6 +50,9 @@ class HostRows:
     def forget(self) -> None:
         """Note that all rows are about to be replaced."""
 
+    def begin_rewrite(self) -> None:
+        """Note that leaves of rows that are there are about to change."""
+
     def flush(self) -> str | None:
         """Wait until all rows are where they outlast the process.
 

@@ -361,6 +361,86 @@ def test_a_checkpoint_whose_rows_were_replaced_is_refused(tmp_path):
             Checkpointer(tmp_path / "index", buffer).restore(example())
 
 
+def test_an_index_of_rows_that_a_copy_of_the_folder_has_not_is_refused(tmp_path):
+    tier, state = opened(tmp_path / "rows")
+    state = tier.extend(state, steps(range(10)))
+    saver = Checkpointer(tmp_path / "early", tier)
+    saver.save(state)
+    tier.flush()
+    for name in ("older", "other"):
+        shutil.copytree(tmp_path / "rows", tmp_path / name)
+    state = tier.extend(state, steps(range(10, 20)))
+    Checkpointer(tmp_path / "index", tier).save(state)
+    tier.close()
+    for name in ("older", "other"):
+        tier, state = opened(tmp_path / name)
+        if name == "other":  # it goes on otherwise
+            state = tier.extend(state, steps(range(20)))
+        with refused(f"the rows of this checkpoint are not in .*{name}: .* older copy"):
+            Checkpointer(tmp_path / "index", tier).restore(example())
+        check_rows(tier, Checkpointer(tmp_path / "early", tier).restore(example()), 0, 10)
+        tier.close()
+    tier, state = opened(tmp_path / "rows")
+    check_rows(tier, Checkpointer(tmp_path / "index", tier).restore(example()), 0, 20)
+
+
+def test_an_index_of_rows_that_were_rewritten_is_refused(tmp_path):
+    tier = jr.tiered(jr.items(capacity=8, batch_size=2, allow_write=True), rows=tmp_path / "rows")
+    item, index = {"x": np.float32(0)}, tmp_path / "index"
+    state = tier.extend(tier.init(item), {"x": np.ones((4, 1), np.float32)})
+    Checkpointer(index, tier).save(state)
+    tier.close()
+    state = Checkpointer(index, tier).restore(item)  # in the next process
+    for change in (
+        lambda state: tier.map_rows(state, doubled, block=8),
+        lambda state: tier.write(
+            state, tier.sample(state, jax.random.key(0)).index, {"x": np.zeros(2, np.float32)}
+        ),
+    ):
+        state = change(state)
+        for _ in range(2):
+            with refused("changed by write or map_rows. A checkpoint that .*: save with copy=True"):
+                Checkpointer(index, tier).restore(item)
+            tier.close()
+            state = tier.init(item)
+        Checkpointer(index, tier, overwrite=True).save(state)
+        state = Checkpointer(index, tier).restore(item)
+
+
+def test_the_folder_keeps_few_earlier_tokens(tmp_path):
+    tier, state = opened(tmp_path)
+    tier.extend(state, steps(range(3)))
+    store, end = tier._store, np.full(NUM_ENVS, 3)
+    tokens = []
+    for _ in range(file_rows._MOST_BRANCHES + 10):
+        tokens.append(store.token)
+        store.go_on_from(end)
+    assert [store.since(token, end) is None for token in tokens] == [True] * 10 + [False] * 100
+    assert (tmp_path / "rows" / "rows.json").stat().st_size < 6000
+
+
+def test_a_token_that_could_not_be_written_is_not_taken(tmp_path, monkeypatch):
+    tier, state = opened(tmp_path / "rows")
+    state = tier.extend(state, steps(range(10)))
+    saver = Checkpointer(tmp_path / "index", tier)
+    saver.save(state)
+    with pytest.MonkeyPatch.context() as patch, refused("No space left", OSError):
+        patch.setattr(file_rows, "_write_json", full)
+        saver.restore(example())
+    state = tier.extend(state, steps(range(10, 12)))
+    saver.save(state)
+    tier.close()
+    tier, state = opened(tmp_path / "rows")
+    check_rows(tier, Checkpointer(tmp_path / "index", tier).restore(example()), 0, 12)
+    tier.close()
+    monkeypatch.setattr(file_rows, "_write_json", full)
+    check_rows(*opened(tmp_path / "rows"), 0, 12)  # a full disk can be read
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def killed(*_, **__):
     raise KeyboardInterrupt("killed")
 
