@@ -154,11 +154,17 @@ def checked(store: Files, name: str, sums: Sums, memory: Memory = new_memory) ->
       CorruptCheckpointError: The file is missing or damaged, or is not the one written here.
     """
     content = store.read(name, sums.size, memory)
+    check(name, content, sums)
+    return content
+
+
+def check(name: str, content: np.ndarray, sums: Sums) -> None:
+    """Raise a CorruptCheckpointError if the content of a file, uint8[size], is not that which was
+    written."""
     if len(content) != sums.size:
         raise CorruptCheckpointError(f"{name} has {len(content):,} bytes, expected {sums.size:,}")
     if checksum([content]) != sums.stored:
         raise CorruptCheckpointError(f"{name} is not as it was written")
-    return content
 
 
 class _Entry(msgspec.Struct):

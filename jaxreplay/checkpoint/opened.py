@@ -89,16 +89,14 @@ class SavedRows(HostRows):
             return found
 
     def _mapped(self, store: Folder, group: Group) -> dict[str, np.ndarray]:
-        """Map the arrays of a group into memory. Raises a CorruptCheckpointError if its file is
-        missing or has another size."""
+        """Map the arrays of a group into memory, after all of its file is read once. Raises a
+        CorruptCheckpointError if it is missing or damaged."""
         try:
             content = np.asarray(np.memmap(f"{store.name}/{group.file}", np.uint8, "r"))
         except (OSError, ValueError) as error:  # of an empty file
             raise CorruptCheckpointError(f"{group.file}: {error}") from error
-        if group.sums is not None and len(content) != group.sums.size:
-            raise CorruptCheckpointError(
-                f"{group.file} has {len(content):,} bytes, expected {group.sums.size:,}"
-            )
+        assert group.sums is not None
+        bundle.check(group.file, content, group.sums)
         whole = {
             name: Spec((group.num_rows, *spec.shape), spec.dtype)
             for name, spec in self._leaves.items()

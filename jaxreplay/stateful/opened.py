@@ -21,8 +21,9 @@ def open(
 
     The device gets an index of them, of 5 to 17 bytes a row, and the host 8 bytes a row. A batch
     reads its own rows alone, from files that are mapped into memory, if they are on this machine
-    and were written with `compression_level=None`. Of others whole files are read, and the last
-    ones are kept: that is fast if all of them fit in `cache_bytes`. Several processes may open a
+    and were written with `compression_level=None`. Such a file is read once before, to compare its
+    checksum. Of others whole files are read, and the last ones are kept: that is fast if all of
+    them fit in `cache_bytes`. Several processes may open a
     checkpoint at a time. A save under the same path may delete its files.
 
     Args:

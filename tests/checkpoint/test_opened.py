@@ -48,10 +48,10 @@ def test_batches_are_those_of_a_replay_that_loaded_the_rows(case, level, tmp_pat
                     replay.update_priorities(batch.index, priority)
 
 
-def made(path, level=None, num_steps=40, member=None):
+def made(path, level=None, num_steps=40, member=None, scale=1):
     """Save steps of two envs whose observations are a dict and bfloat16, and return the buffer."""
     buffer = jr.uniform(capacity=64, num_envs=2, batch_size=16, autoreset="next_step", gamma=0.5)
-    number = np.arange(num_steps * 2, dtype=np.float32).reshape(num_steps, 2)
+    number = scale * np.arange(num_steps * 2, dtype=np.float32).reshape(num_steps, 2)
     obs = {"x": number, "deep": {"y": number.astype(ml_dtypes.bfloat16)}}
     steps = plain_step(number).replace(obs=obs, extras={"z": number})
     example = jax.tree.map(lambda leaf: leaf[0, 0], steps)
@@ -130,11 +130,14 @@ def test_what_would_change_rows_is_refused(tmp_path):
 
 @pytest.mark.parametrize("level", [None, 1])
 def test_damage_is_told(level, tmp_path):
-    """A file that is cut or gone; and of a compressed one any byte."""
+    """A file that is cut, gone, that of another run, or has another byte."""
     buffer = made(tmp_path, level)
     (file,) = (tmp_path / "rows").iterdir()
     whole = file.read_bytes()
-    for content in (whole[:-1], b"", *([whole[:90] + b"\0" + whole[91:]] if level else [])):
+    made(tmp_path / "other", level, scale=2)
+    (other,) = (tmp_path / "other" / "rows").iterdir()
+    byte = bytes([whole[-1] ^ 1])
+    for content in (whole[:-1], b"", other.read_bytes(), whole[:-1] + byte):
         file.write_bytes(content)
         with pytest.raises(CorruptCheckpointError, match=file.name):
             jr.open(tmp_path, buffer)
