@@ -5,6 +5,7 @@ last ones are kept.
 """
 
 import dataclasses
+import functools
 import threading
 from typing import Any, NoReturn
 
@@ -128,7 +129,8 @@ class Opened(Tiered):
         member: str,
         cache_bytes: int,
     ):
-        self._saved, self._manifest = generation_of(path, step, member, 60.0, "open")
+        self._look = functools.partial(generation_of, path, step, member, 60.0, "open")
+        self._saved, self._manifest = self._look()
         self._name, own = member, self._manifest.members[member]
         if TOKEN in self._manifest.rest:
             raise ValueError(
@@ -182,6 +184,11 @@ class Opened(Tiered):
         counters, numbers = reading.beside(self._member.length)
         layout, own = reading.layout_for(self.index), {"steps": steps, "flags": flags}
         return self._followed(reading.put_together(self.index, layout, own, counters, numbers))
+
+    def is_replaced(self) -> bool:
+        """Return whether another save has taken the place of this one, and may have deleted its
+        files."""
+        return self._look()[1].folder != self._manifest.folder
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise ValueError(

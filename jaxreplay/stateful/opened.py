@@ -58,7 +58,13 @@ def open(
       ...     len(replay), replay.sample().experience["x"].tolist()
       (5, [1.0, 1.0, 1.0, 1.0])
     """
+    from jaxreplay.checkpoint import CorruptCheckpointError
     from jaxreplay.checkpoint.opened import Opened
 
-    tier = Opened(path, buffer, example, step, member, cache_bytes)
-    return Replay(tier.buffer, example=tier.example, rows=tier, **options)
+    while True:
+        tier = Opened(path, buffer, example, step, member, cache_bytes)
+        try:
+            return Replay(tier.buffer, example=tier.example, rows=tier, **options)
+        except CorruptCheckpointError:
+            if not tier.is_replaced():
+                raise

@@ -8,6 +8,7 @@ import pytest
 
 import jaxreplay as jr
 from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError
+from jaxreplay.checkpoint.fits import check_fits
 from tests.buffers.test_tiered import FEW, check_equal
 from tests.conftest import ALL
 from tests.support.buffers import CATALOG
@@ -59,7 +60,8 @@ def made(path, level=None, num_steps=40, member=None, scale=1):
     saved, whole = (state, buffer)
     if member:
         saved, whole = {member: state}, jr.mix(**{member: (buffer, 16)})
-    Checkpointer(path, whole, compression_level=level, progress=False).save(saved, 7)
+    options = {"compression_level": level, "max_to_keep": 1, "overwrite": True, "progress": False}
+    Checkpointer(path, whole, **options).save(saved, 7)
     return buffer
 
 
@@ -144,6 +146,23 @@ def test_damage_is_told(level, tmp_path):
     file.unlink()
     with pytest.raises(CorruptCheckpointError, match=file.name):
         jr.open(tmp_path, buffer)
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_opened_is_looked_for_again(
+    tmp_path, monkeypatch
+):
+    buffer, calls = made(tmp_path), []
+
+    def replaced(*given):
+        calls.append(given)
+        if len(calls) == 1:  # all of its rows are overwritten
+            made(tmp_path, scale=2)
+        check_fits(*given)
+
+    monkeypatch.setattr("jaxreplay.checkpoint.opened.check_fits", replaced)
+    with jr.open(tmp_path, buffer, framework="numpy", seed=0) as replay:
+        assert (replay.sample().experience.obs["x"] % 2 == 0).all()
+    assert len(calls) == 2
 
 
 def test_an_index_of_rows_in_files_has_no_rows_to_open(tmp_path):
