@@ -231,6 +231,11 @@ def test_rows_go_to_files_too(num_envs, tmp_path):
     example = jr.Step(np.float32(0), np.int32(0), np.float32(0), terminated=False, truncated=False)
     with jr.Replay(replay, rows=tmp_path / "rows", example=example) as opened:
         assert len(opened) == len(expected(made(5)))
+    for _ in range(2):  # a second import, or one after another that was cut off
+        with pytest.raises(ValueError, match=r"rows has [0-9]+ rows already, .* delete the folder"):
+            datasets.from_arrays(rows, tier)
+    state = datasets.from_arrays(rows, tier, into=tier.clear(tier.init(example)))
+    assert transitions(replay, tier.whole(state)) == expected(made(5))
     if num_envs > 1:
         tier = jr.tiered(jr.uniform(capacity=300, **options), rows="host")
         with pytest.raises(ValueError, match="tiered buffer of several envs needs allow_mask=True"):

@@ -99,7 +99,7 @@ def from_episodes(
       example: One env's step, as for `buffer.init`. Default: shapes and dtypes of the first
         episode, cut to 32 bits while `jax_enable_x64` is off; or those of `into`.
       into: State of the buffer, to whose rows the episodes are added. Donated. Its unfinished
-        episodes end. Default: an empty one.
+        episodes end. Default: an empty one; a folder that has rows is refused.
       progress: If True, show a progress bar. Default: only in a terminal, if tqdm is installed.
 
     Returns:
@@ -107,8 +107,8 @@ def from_episodes(
 
     Raises:
       ImportError: There shall be a progress bar, and tqdm is not installed.
-      ValueError: The buffer is too small or does not store steps, there is no transition, or a leaf
-        does not fit the example or cannot be stored.
+      ValueError: The buffer is too small or does not store steps, its folder has rows already,
+        there is no transition, or a leaf does not fit the example or cannot be stored.
 
     Example:
       >>> import numpy as np, jaxreplay as jr
@@ -181,7 +181,7 @@ def fill(
                     wanted = checks.specs(where, step)
                     most = _num_steps_at_once(steps, plain)
                 steps = _fitted(f"{where}: {name}", steps, wanted)
-                state = calls.init(example) if state is None else state
+                state = _empty(where, calls, example) if state is None else state
                 for env, start, stop in deal.places(is_last):
                     if deal.used[env] > plain.length:
                         of_env = f" in each of {num_envs} envs" if num_envs > 1 else ""
@@ -201,6 +201,19 @@ def fill(
             size = min(most, power_below(left))
             state = calls.extend(state, *_taken(waiting, counts, size, has_mask))
     return jit(buffer).adopt(state) if plain is buffer else state
+
+
+def _empty(where: str, calls: Any, example: PyTree) -> ReplayState:
+    """Return an empty state. Raise a ValueError if a folder has rows."""
+    state = calls.init(example)
+    if isinstance(calls, Tiered) and (num_rows := int(np.sum(state.counters.filled))):
+        calls.close()
+        raise ValueError(
+            f"{where}: {calls.place} has {num_rows:,} rows already, maybe of an import that was "
+            "cut off. To begin anew, delete the folder, or pass into=tier.clear(tier.init(example))"
+            "; to add to its rows, pass into=tier.init(example)"
+        )
+    return state
 
 
 class Deal:
