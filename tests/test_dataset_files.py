@@ -227,6 +227,7 @@ def test_rows_go_to_files_too(num_envs, tmp_path):
         datasets.from_arrays(
             {name: np.resize(values, 600) for name, values in rows.items()}, tier, into=state
         )
+    assert transitions(replay, tier.whole(tier.newest)) == expected(made(5))
     tier.close()
     example = jr.Step(np.float32(0), np.int32(0), np.float32(0), terminated=False, truncated=False)
     with jr.Replay(replay, rows=tmp_path / "rows", example=example) as opened:

@@ -76,7 +76,8 @@ class Tiered:
     rows are here, too, for your `jit`: `update_priorities`, `size`, `can_sample`, `can_add`,
     `metrics`, `age`.
 
-    The rows belong to this object, and to the newest state that it returned. A plan is of the state
+    The rows belong to this object, and to the newest state that it returned. If Ctrl-C comes before
+    a call has returned it, it is the attribute `newest`; else that is None. A plan is of the state
     that it was drawn from: after `init`, `adopt` or a restore, take none that was drawn before.
 
     Rows in files stay when the process ends, also if it is killed: `init` opens them again. Then
@@ -103,6 +104,8 @@ class Tiered:
     """
 
     is_read_only = False  # True if no rows can be added
+    # the newest state, of a call that was interrupted before it returned it
+    newest: ReplayState | None = None
     _takes: type = ReplayBuffer  # of the buffer
     _index_type: type = IndexBuffer
 
@@ -182,7 +185,7 @@ class Tiered:
         if self.is_in_files:
             self.close()
         state = self.index.init(example)
-        self._known, self._lost = set(), None
+        self._known, self._lost, self.newest = set(), None, None
         leaves = jax.tree.leaves(state.rows.steps, is_leaf=_is_absent)
         absent = [leaf for leaf in leaves if _is_absent(leaf)]
         specs = {leaf.name: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in absent}
@@ -350,20 +353,30 @@ class Tiered:
         return self._undivided(state, append)
 
     def _undivided(self, state: ReplayState, call: Callable[[], ReplayState]) -> ReplayState:
-        """Return the state that a call makes of one, which it donates. Interrupts wait for its end.
+        """Return the state that a call makes of one, which it donates. An interrupt waits for its
+        end, and `newest` then has the state.
 
-        If it fails before it donates the state, nothing is lost.
+        If the call fails before it donates the state, nothing is lost.
         """
-        is_done = False
+        self.newest = None
         try:
             with defer_interrupts():
-                after = call()
-                is_done = True
+                self.newest = call()
         except Exception as error:
-            if not is_done and not is_alive(state):
+            if self.newest is None and not is_alive(state):
                 self._lost = repr(error)
             raise
-        return after
+        made, self.newest = self.newest, None
+        return made
+
+    def _check_newest(self, where: str, state: ReplayState) -> None:
+        """Raise a ValueError if a state was donated."""
+        if self.newest is not None and not is_alive(state):
+            raise ValueError(
+                f"{where}: this state was donated to a call that was interrupted before it "
+                "returned its own: go on with state = tier.newest"
+            )
+        check_not_deleted(where, state)
 
     def _checked(
         self, where: str, state: ReplayState, steps: PyTree, given: tuple[Any, ...], envs: Any
@@ -372,7 +385,7 @@ class Tiered:
         does not fit; nothing is written yet."""
         store = self._store_of(where)
         _check_outside(where, (state, steps))
-        check_not_deleted(where, state)
+        self._check_newest(where, state)
         if self.buffer.autoreset is not None:
             steps = step_checks.step_of(where, steps, self.buffer.autoreset)
         envs = None if envs is None else np.asarray(envs)
@@ -662,7 +675,7 @@ class Tiered:
         """
         store = self._store_of("write")
         _check_outside("write", state)
-        check_not_deleted("write", state)
+        self._check_newest("write", state)
         stored = dict(named(state.rows.steps, is_leaf=stored_arrays.is_compound))
         concurrent.futures.wait([flight.future for flight in self._flights])
 
@@ -698,7 +711,7 @@ class Tiered:
         """
         store = self._store_of("map_rows")
         _check_outside("map_rows", (state, arguments))
-        check_not_deleted("map_rows", state)
+        self._check_newest("map_rows", state)
         step_checks.check_writable("map_rows", state)
         checks.check_size("map_rows", "block", block)
         size = min(block, self.buffer.capacity)
@@ -712,7 +725,8 @@ class Tiered:
             with defer_interrupts():
                 self._put(store, stored, *found[:2])
             trace += int(found[2])
-        return _traced(self.index, state, np.uint32(trace & 0xFFFFFFFF))
+        trace = np.uint32(trace & 0xFFFFFFFF)
+        return self._undivided(state, lambda: _traced(self.index, state, trace))
 
     def _put(self, store: HostRows, stored: Any, rows: Any, given: dict[str, Any]) -> None:
         """Write leaves of rows, int32[K]. Rows past the end are dropped."""
@@ -762,7 +776,7 @@ class Tiered:
         concurrent.futures.wait([flight.future for flight in self._flights])
         state = restore(first)
         store.go_on_from(end)
-        self._lost = None
+        self._lost = self.newest = None
         return self._followed(state, is_new=True)
 
     def replace(
@@ -917,6 +931,9 @@ class Tiered:
         Raises:
           ValueError: As for `ReplayBuffer.adopt`.
         """
+        return self._undivided(state, lambda: self._adopted(state))
+
+    def _adopted(self, state: ReplayState) -> ReplayState:
         with jax.default_device(jax.devices("cpu")[0]):
             state = method("adopt")(self._whole, state)
         new = self._prepared(example_of(state.layout, state.rows.steps))
@@ -941,7 +958,7 @@ class Tiered:
 
     def _changed(self, name: str, state: ReplayState, *arguments: Any) -> ReplayState:
         _check_outside(name, (state, arguments))
-        check_not_deleted(name, state)
+        self._check_newest(name, state)
         change, is_new = method(name), name == "drop"
         changed = lambda: self._followed(change(self.index, state, *arguments), is_new)
         return self._undivided(state, changed)

@@ -157,9 +157,7 @@ def fill(
     """
     plain = buffer.buffer if isinstance(buffer, Tiered) else buffer
     _check_buffer(where, plain)
-    state, num_envs, form = None, plain.num_envs, plain.autoreset
-    # Envs get episodes of different lengths, so some take no step.
-    has_mask, calls = num_envs > 1 or plain.allow_mask, buffer
+    has_mask, calls = plain.num_envs > 1 or plain.allow_mask, buffer
     if not isinstance(buffer, Tiered):
         calls = jit(dataclasses.replace(buffer, allow_mask=has_mask))
         into = into if into is None else calls.adopt(into)
@@ -167,40 +165,77 @@ def fill(
         raise ValueError(f"{where}: the tiered buffer of several envs needs allow_mask=True")
     if into is not None:
         example = example_of(into.layout, into.rows.steps) if example is None else example
-        state = calls.end_streams(into)
+    state = None if into is None else calls.end_streams(into)
+    added = blocks(where, parts, plain, example, final_rows, progress, total)
+    try:
+        for example, steps, mask in added:
+            state = _empty(where, calls, example) if state is None else state
+            state = calls.extend(state, steps, mask)
+    except BaseException:
+        if isinstance(buffer, Tiered) and buffer.newest is None:
+            buffer.newest = state
+        raise
+    assert state is not None
+    return jit(buffer).adopt(state) if plain is buffer else state
+
+
+def blocks(
+    where: str,
+    parts: Iterable[tuple[str, Iterable[Rows]]],
+    buffer: ReplayBuffer,
+    example: PyTree,
+    final_rows: bool = False,
+    progress: bool | None = None,
+    total: int | None = None,
+) -> Iterator[tuple[PyTree, Step, np.ndarray | None]]:
+    """Yield the example, and blocks of steps for `extend`, each with its mask.
+
+    Args:
+      where: As for `fill`, as are the other arguments.
+      parts: Names and rows.
+      buffer: A `ReplayBuffer`.
+      example: One env's step, or None.
+      final_rows: As for `steps_of`. Default: False.
+      progress: As for `from_episodes`.
+      total: Number of rows. Default: unknown.
+
+    Raises:
+      ValueError: As for `from_episodes`.
+    """
+    num_envs, form = buffer.num_envs, buffer.autoreset
+    # Envs get episodes of different lengths, so some take no step.
+    has_mask = num_envs > 1 or buffer.allow_mask
     waiting: list[list[Step]] = [[] for _ in range(num_envs)]
     counts = [0] * num_envs  # steps that wait
     deal, wanted, most = Deal(num_envs, form), None, 0
     with _bar(where, total, progress) as update:
-        for name, blocks in parts:
-            for steps, is_last in steps_of(blocks, form, final_rows):
+        for name, rows in parts:
+            for steps, is_last in steps_of(rows, form, final_rows):
                 if not most:
                     example = _example_of(steps) if example is None else example
                     step = as_step(where, example)
                     step = step.replace(final_obs=step.obs if form == "same_step" else None)
                     wanted = checks.specs(where, step)
-                    most = _num_steps_at_once(steps, plain)
+                    most = _num_steps_at_once(steps, buffer)
                 steps = _fitted(f"{where}: {name}", steps, wanted)
-                state = _empty(where, calls, example) if state is None else state
                 for env, start, stop in deal.places(is_last):
-                    if deal.used[env] > plain.length:
+                    if deal.used[env] > buffer.length:
                         of_env = f" in each of {num_envs} envs" if num_envs > 1 else ""
                         raise ValueError(
-                            f"{where}: capacity={plain.capacity} is too small: {name} reaches row "
-                            f"{deal.used[env]:,} of {plain.length:,}{of_env}; datasets."
+                            f"{where}: capacity={buffer.capacity} is too small: {name} reaches row "
+                            f"{deal.used[env]:,} of {buffer.length:,}{of_env}; datasets."
                             "required_capacity says how many are needed"
                         )
                     waiting[env].append(cut(steps, start, stop))
                     counts[env] += stop - start
                 while sum(counts) >= most * num_envs:
-                    state = calls.extend(state, *_taken(waiting, counts, most, has_mask))
+                    yield example, *_taken(waiting, counts, most, has_mask)
                 update(len(is_last))
-        if state is None or not most:
+        if not most:
             raise ValueError(f"{where}: there is no transition")
         while left := max(counts):  # powers of two: each size is compiled
             size = min(most, power_below(left))
-            state = calls.extend(state, *_taken(waiting, counts, size, has_mask))
-    return jit(buffer).adopt(state) if plain is buffer else state
+            yield example, *_taken(waiting, counts, size, has_mask)
 
 
 def _empty(where: str, calls: Any, example: PyTree) -> ReplayState:

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import itertools
+import signal
 import time
 import weakref
 
@@ -311,6 +312,26 @@ def test_an_add_that_fails_moves_nothing_or_says_that_rows_are_lost(monkeypatch)
         tier.take(plan)
     monkeypatch.undo()
     assert rows_of(tier, tier.add(tier.init(np.int32(0)), np.int32([7])), 1) == [7]
+
+
+def test_an_interrupt_leaves_the_state_of_the_call_in_reach(monkeypatch):
+    tier, state = items_tier(num_rows=3)
+    write = HostRows.write
+
+    def interrupted(*given):
+        write(*given)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(HostRows, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tier.add(state, np.int32([3]))
+    monkeypatch.undo()
+    with refused("add: this state was donated to a call that was interrupted .* tier.newest"):
+        tier.add(state, np.int32([4]))
+    assert rows_of(tier, tier.newest, 4) == [0, 1, 2, 3]
+    state = tier.add(tier.newest, np.int32([4]))
+    assert tier.newest is None
+    assert rows_of(tier, state, 5) == [0, 1, 2, 3, 4]
 
 
 def test_gathers_of_stale_plans_fail_and_finished_ones_are_dropped():
