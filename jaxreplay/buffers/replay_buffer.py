@@ -236,7 +236,7 @@ class ReplayBuffer(Static, Generic[T]):
           state: Donated: jit with `donate_argnums=0`, else the whole buffer is copied.
           step: A `Step`, or a mapping, dataclass or NamedTuple with its fields, or items; leaves
             [E, ...] with the dtypes of the example. E is `num_envs`, or the number of `envs`.
-          mask: bool[E], False where an env took no step; needs `allow_mask=True`. With
+          mask: bool[E], False where an env took no step; needs `allow_mask=True`, or `envs`. With
             `autoreset="next_step"`, never mask the step after a done: it brings the final
             observation. Default: every env took a step.
           priority: float[E], at least 0, for samplers with priorities. Default: that of new rows,
@@ -854,7 +854,7 @@ class ReplayBuffer(Static, Generic[T]):
             steps = step_checks.step_of(where, steps, self.autoreset)
         step_checks.check_block(where, steps, state.rows.steps, axes, what)
         if mask is not None:
-            step_checks.check_mask(where, mask, self.allow_mask, axes)
+            step_checks.check_mask(where, mask, self.allow_mask or envs is not None, axes)
             mask = jnp.asarray(mask)
         if priority is not None:
             self._need_priorities(where)

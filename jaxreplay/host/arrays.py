@@ -95,7 +95,9 @@ def to_framework(framework: Framework, tree: PyTree) -> Any:
 def _own_plainly(leaf: Any) -> Any:
     """Return a copy of a leaf of the frequent kinds that is known to fit, else None."""
     if type(leaf) is not np.ndarray:
-        return leaf if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) else None
+        if not isinstance(leaf, int | float | np.generic):
+            return leaf if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) else None
+        leaf = np.asarray(leaf)
     if leaf.dtype in PLAIN:
         return leaf.copy()
     target = _NARROWER.get(leaf.dtype)

@@ -6,7 +6,7 @@ take 50 to 100.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ from jaxreplay._util.aliases import PyTree
 
 _MOST_STEPS = 64
 _MOST_BYTES = 2**22
+_FEWEST_ENVS = 8  # in a block of some envs, if there are as many
 _OWN_LENGTHS = 4  # lengths of blocks, other than powers of two, that get a program of their own
 
 
@@ -56,10 +57,26 @@ def stacked(arrays: Any) -> np.ndarray:
     return block
 
 
-class Staging:
-    """Steps of all envs that are not added yet, in the order of time.
+class _Place(NamedTuple):
+    """Place of a step of some envs in the block that is added later."""
 
-    Either all have a mask, or none has; and likewise for priorities.
+    envs: list[int]  # that took it
+    time: int
+    at_time: frozenset[int]  # envs that have a step at this time
+    seen: frozenset[int]  # envs that have a step in the block
+
+    def size(self, num_envs: int) -> tuple[int, int]:
+        """Return the lengths of the block's axes: powers of two, so that few programs are
+        compiled."""
+        width = pow2.power_above(max(len(self.seen), _FEWEST_ENVS))
+        return pow2.power_above(self.time + 1), min(width, num_envs)
+
+
+class Staging:
+    """Steps that are not added yet, in the order of time.
+
+    Either all have a mask, or none has; and likewise for priorities. Either all are of all envs, or
+    all are of some envs, without a mask.
 
     Args:
       example: One env's step or one item, leaves with `shape` and `dtype`.
@@ -67,78 +84,137 @@ class Staging:
     """
 
     def __init__(self, example: PyTree, num_envs: int):
-        specs, self._structure = jax.tree.flatten(example)
+        self._example, self._structure = jax.tree.flatten(example)
         self._num_envs = num_envs
-        self._specs = [((num_envs, *spec.shape), np.dtype(spec.dtype)) for spec in specs]
-        self._most = most_steps(
-            sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._specs)
-        )
-        self._steps: list[Any] = []  # each a list of leaves, a mask or None, priorities or None
+        self._known: dict[tuple[int, ...], Any] = {}  # specs by the leading axes
+        num_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in self._example)
+        self._most = most_steps(num_envs * num_bytes)
+        self._most_of_some = max(_MOST_BYTES // max(num_bytes, 1), num_envs)  # in a block
+        # each a list of leaves, a mask or None, priorities or None, a place or None
+        self._steps: list[Any] = []
 
     def __len__(self) -> int:
         """Return the number of steps that wait."""
         return len(self._steps)
 
-    def leaves_of(self, step: PyTree, cast: Callable[[], PyTree]) -> list[np.ndarray] | None:
-        """Return the leaves of a step of all envs as they are stored, or None if it does not fit.
-        One env needs no axis.
+    def _specs(self, axes: tuple[int, ...]) -> list[tuple[tuple[int, ...], np.dtype]]:
+        return [((*axes, *leaf.shape), np.dtype(leaf.dtype)) for leaf in self._example]
+
+    def leaves_of(
+        self, step: PyTree, cast: Callable[[], PyTree], axes: tuple[int, ...] | None = None
+    ) -> list[np.ndarray] | None:
+        """Return the leaves of a step as they are stored, [e, ...], or None if it does not fit. One
+        env needs no axis.
 
         Args:
           step: A step or an item.
           cast: Returns the step in NumPy arrays of the stored dtypes, if its values allow.
+          axes: Lengths of the leading axes: (e,), or () for a step of one env. Default: (E,).
         """
         leaves, structure = jax.tree.flatten(step)
         if structure != self._structure:
             return None
-        if self.is_plain(leaves):
-            return leaves
-        has_axis = self._num_envs > 1 or np.ndim(leaves[0]) == len(self._specs[0][0])
-        for leaf, (shape, _) in zip(leaves, self._specs, strict=True):
-            if isinstance(leaf, jax.Array) or np.shape(leaf) != shape[0 if has_axis else 1 :]:
+        if axes is None:
+            axes = (self._num_envs,)
+            if self._num_envs == 1 and np.ndim(leaves[0]) == len(self._example[0].shape):
+                axes = ()
+        if not self.is_plain(leaves, axes):
+            for leaf, (shape, _) in zip(leaves, self._known[axes], strict=True):
+                if isinstance(leaf, jax.Array) or np.shape(leaf) != shape:
+                    return None
+            leaves = jax.tree.leaves(cast())
+            if not self.is_plain(leaves, axes):
                 return None
-        leaves = jax.tree.leaves(cast())
-        if not has_axis:
-            leaves = [leaf[None] for leaf in leaves]
-        return leaves if self.is_plain(leaves) else None
+        return leaves if axes else [leaf[None] for leaf in leaves]
 
-    def is_plain(self, leaves: list[Any]) -> bool:
-        """Return whether leaves are NumPy arrays as they are stored."""
-        for leaf, (shape, dtype) in zip(leaves, self._specs, strict=True):
+    def is_plain(self, leaves: list[Any], axes: tuple[int, ...] | None = None) -> bool:
+        """Return whether leaves are NumPy arrays as they are stored.
+
+        Args:
+          leaves: Leaves of a step.
+          axes: As for `leaves_of`.
+        """
+        axes = (self._num_envs,) if axes is None else axes
+        specs = self._known.get(axes) or self._known.setdefault(axes, self._specs(axes))
+        for leaf, (shape, dtype) in zip(leaves, specs, strict=True):
             if type(leaf) is not np.ndarray or leaf.dtype != dtype or leaf.shape != shape:
                 return False
         return True
 
-    def has_room(self, mask: Any, priority: Any) -> bool:
+    def has_room(self, mask: Any, priority: Any, envs: list[int] | None = None) -> bool:
         """Return whether a step can wait together with those that wait already."""
         if not self._steps:
             return True
-        _, its_mask, its_priority = self._steps[0]
-        return (
-            len(self._steps) < self._most
-            and (mask is None) == (its_mask is None)
-            and (priority is None) == (its_priority is None)
-        )
+        _, its_mask, its_priority, place = self._steps[-1]
+        if (
+            (mask is None) != (its_mask is None)
+            or (priority is None) != (its_priority is None)
+            or (envs is None) != (place is None)
+        ):
+            return False
+        if envs is None:
+            return len(self._steps) < self._most
+        size = self._place_of(envs).size(self._num_envs)
+        return len(self._steps) < _MOST_STEPS and math.prod(size) <= self._most_of_some
 
-    def put(self, leaves: list[np.ndarray], mask: Any, priority: Any) -> None:
+    def put(
+        self, leaves: list[np.ndarray], mask: Any, priority: Any, envs: list[int] | None = None
+    ) -> None:
         """Copy a step to those that wait. An interrupt leaves an intact step or none.
 
         Args:
           leaves: As `leaves_of` returns them.
           mask: bool[E], or None; not copied.
-          priority: [E], real numbers, or None; not copied.
+          priority: [E], real numbers, or None; not copied. [e] with `envs`.
+          envs: Different envs that took the step, e of them. Default: all.
         """
         given = None if priority is None else priority.astype(np.float32)
-        self._steps.append(([leaf.copy() for leaf in leaves], mask, given))
+        place = None if envs is None else self._place_of(envs)
+        self._steps.append(([leaf.copy() for leaf in leaves], mask, given, place))
 
-    def waiting(self) -> tuple[PyTree, np.ndarray | None, np.ndarray | None]:
+    def _place_of(self, envs: list[int]) -> _Place:
+        """Return the place of the next step. Steps of other envs share a time, as if one `add` had
+        a step of each; no step comes before an earlier one."""
+        if not self._steps:
+            own = frozenset(envs)
+            return _Place(envs, 0, own, own)
+        _, time, at_time, seen = self._steps[-1][3]
+        if at_time.isdisjoint(envs):
+            return _Place(envs, time, at_time.union(envs), seen.union(envs))
+        return _Place(envs, time + 1, frozenset(envs), seen.union(envs))
+
+    def waiting(self) -> tuple[Any, ...]:
         """Return the steps that wait, oldest first, their mask and their priorities, leaves
-        [T, E, ...]. The arrays are new, since JAX may read them after a call has returned."""
-        leaves, mask, priority = zip(*self._steps, strict=True)
+        [T, E, ...]; and if they are of some envs, int32[E], these envs. The arrays are new, since
+        JAX may read them after a call has returned."""
+        leaves, mask, priority, places = zip(*self._steps, strict=True)
+        by_leaf = zip(*leaves, strict=True)
+        if places[0] is not None:
+            return self._block_of_some(by_leaf, priority, places)
         return (
-            jax.tree.unflatten(self._structure, map(stacked, zip(*leaves, strict=True))),
+            jax.tree.unflatten(self._structure, map(stacked, by_leaf)),
             None if mask[0] is None else stacked(mask),
             None if priority[0] is None else stacked(priority),
         )
+
+    def _block_of_some(self, by_leaf: Any, priority: Any, places: Any) -> tuple[Any, ...]:
+        size = places[-1].size(self._num_envs)
+        envs = np.full(size[1], self._num_envs, np.int32)  # padding has a number that no env has
+        seen = np.sort(np.fromiter(places[-1].seen, np.int32))
+        envs[: len(seen)] = seen
+        of_step = np.repeat([place.time for place in places], [len(place.envs) for place in places])
+        column = np.searchsorted(seen, [env for place in places for env in place.envs])
+
+        def block(parts: Any) -> np.ndarray:
+            values = np.concatenate(parts)
+            found = np.zeros((*size, *values.shape[1:]), values.dtype)
+            found[of_step, column] = values
+            return found
+
+        mask = np.zeros(size, bool)
+        mask[of_step, column] = True
+        steps = jax.tree.unflatten(self._structure, map(block, by_leaf))
+        return steps, mask, None if priority[0] is None else block(priority), envs
 
     def drop(self, num_steps: int) -> None:
         """Forget the oldest of the steps that wait: they are added."""

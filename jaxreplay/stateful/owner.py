@@ -273,6 +273,7 @@ class StateOwner(Owner):
         with self.on_device():
             state = self._empty(example) if state is None else state
         self._format = StepFormat.of(self.buffer, example)
+        self._is_lockstep = self.buffer.layout().lockstep
         self._example = jax.eval_shape(lambda: example)
         self.begin(state, Staging(self._format.specs, self.buffer.num_envs))
 
@@ -310,15 +311,17 @@ class StateOwner(Owner):
         self._can_sample: bool | None = None  # read from the device once after each change
         self._lost: str | None = None  # when, for the error
 
-    def stage(self, step: PyTree, mask: Any, priority: Any) -> int | None:
-        """Copy one step of all envs to those that wait on the host. Return how many steps that are
-        over all envs.
+    def stage(self, step: PyTree, env: Any, envs: Any, mask: Any, priority: Any) -> int | None:
+        """Copy one step of all envs, or of some, to those that wait on the host. Return how many
+        steps that are over all envs.
 
         Return None, and copy nothing, if the step is to be added at once: it is not of NumPy arrays
         or tensors on the host, it does not fit, or there is no room.
         """
         if self._staging is None or self._lost is not None or checks.is_tracing():
             return None
+        if env is not None or envs is not None:
+            return self._stage_some(step, env, envs, mask, priority)
         if not self._staging.has_room(mask, priority):
             return None
         axes = (self.buffer.num_envs,)
@@ -332,12 +335,53 @@ class StateOwner(Owner):
             and priority.dtype.kind in "fiu"
         ):
             return None
-        leaves = self._staging.leaves_of(step, lambda: self._format.fit(own("add", step))[0])
+        leaves = self._staging.leaves_of(step, self._cast(step))
         if leaves is None:
             return None
         self._staging.put(leaves, mask, priority)
         self._can_sample = None
         return self.buffer.num_envs if mask is None else int(mask.sum())
+
+    def _stage_some(
+        self, step: PyTree, env: Any, envs: Any, mask: Any, priority: Any
+    ) -> int | None:
+        """Do what `stage` does with a step of some envs, or of one."""
+        numbers = _numbers_of(env, envs, self.buffer.num_envs)
+        if numbers is None or self._is_lockstep:
+            return None
+        axes = () if envs is None else (len(numbers),)
+        if mask is not None and not (axes and _is_plain(mask, axes) and mask.dtype == bool):
+            return None
+        is_taken = None
+        if mask is not None or None in numbers:
+            is_taken = np.array([number is not None for number in numbers])
+            is_taken = is_taken if mask is None else is_taken & mask
+            numbers = [one for one, taken in zip(numbers, is_taken, strict=True) if taken]
+        if priority is not None:
+            if not (isinstance(self.buffer.sampler, PrioritySampler) and _is_plain(priority, axes)):
+                return None
+            if priority.dtype.kind not in "fiu":
+                return None
+            # The largest priority so far takes the place of a bad one. Here steps of other envs
+            # may be added together.
+            priority = np.atleast_1d(priority.astype(np.float32))
+            if not (np.isfinite(priority) & (priority >= 0)).all():
+                return None
+        if not numbers or not self._staging.has_room(None, priority, numbers):
+            return None
+        leaves = self._staging.leaves_of(step, self._cast(step), axes)
+        if leaves is None:
+            return None
+        if is_taken is not None:
+            leaves = [leaf[is_taken] for leaf in leaves]
+            priority = None if priority is None else priority[is_taken]
+        self._staging.put(leaves, None, priority, numbers)
+        self._can_sample = None
+        return len(numbers)
+
+    def _cast(self, step: PyTree) -> Any:
+        """Return a function that returns a step in NumPy arrays of the stored dtypes."""
+        return lambda: self._format.fit(own("add", step))[0]
 
     @property
     def has_waiting(self) -> bool:
@@ -346,12 +390,12 @@ class StateOwner(Owner):
 
     def flush(self) -> None:
         """Add the steps that wait."""
-        for length, part in self._waiting():
-            self._add(self._extend_for(length), length, part)
+        for num_steps, num_rows, part, envs in self._waiting():
+            self._add(self._extend_for(num_rows), num_steps, part, **envs)
 
-    def _extend_for(self, length: int) -> Any:
-        """Return the program that adds a block of so many steps."""
-        return _extend[length * self.buffer.num_envs <= self._few_rows]
+    def _extend_for(self, num_rows: int) -> Any:
+        """Return the program that adds a block of so many rows."""
+        return _extend[num_rows <= self._few_rows]
 
     def read(self, reads: Any, adds: Any, num_rows: int, *arguments: Any, **options: Any) -> Any:
         """Return what a program reads, which adds the last of the steps that wait before it does.
@@ -363,26 +407,31 @@ class StateOwner(Owner):
             return the new state and the result.
           num_rows: Number of rows that are read.
         """
-        *parts, (length, last) = self._waiting() or [(0, None)]
-        for its_length, part in parts:
-            self._add(self._extend_for(its_length), its_length, part)
-        few = max(num_rows, length * self.buffer.num_envs) <= self._few_rows
+        *parts, (num_steps, its_rows, last, envs) = self._waiting() or [(0, 0, None, {})]
+        for number, of_part, part, its_envs in parts:
+            self._add(self._extend_for(of_part), number, part, **its_envs)
+        few = max(num_rows, its_rows) <= self._few_rows
         if last is None and reads is not None:
             return self.ask(reads[few], *arguments, **options)
-        return self._add(adds[few], length, last, *arguments, **options)
+        return self._add(adds[few], num_steps, last, *arguments, **options, **envs)
 
-    def _add(self, function: Any, length: int, part: Any, *arguments: Any, **options: Any) -> Any:
+    def _add(
+        self, function: Any, num_steps: int, part: Any, *arguments: Any, **options: Any
+    ) -> Any:
         """Replace the state by the one that a program returns, which adds the oldest steps that
-        wait: `part`, of `length` steps. Return the program's other result, or None."""
+        wait: `part`, so many steps. Return the program's other result, or None."""
         other = self._change(function, part, *arguments, **options)
-        if length:
-            self._staging.drop(length)
-            self._look(*part[:2])
+        if num_steps:
+            self._staging.drop(num_steps)
+            if "envs" in options:
+                self.final_obs.restart()
+            else:
+                self._look(*part[:2])
         return other
 
     def look_at(self, function: Any, *arguments: Any) -> None:
         """Look for resets by hand among the steps that a call of `change` added."""
-        if function in (*_extend, self._extend_for(1)):
+        if function in (*_extend, self._extend_for(1)):  # not of some envs
             self._look(*arguments[0][:2])
         elif function is self.method("add"):
             self._look(*jax.tree.map(lambda leaf: leaf[None], arguments[:2]))
@@ -393,12 +442,18 @@ class StateOwner(Owner):
         if self.buffer.autoreset == "same_step" and (problem := self.final_obs.look(steps, mask)):
             warnings.warn(f"add: {problem}", stacklevel=5)
 
-    def _waiting(self) -> list[tuple[int, Any]]:
+    def _waiting(self) -> list[tuple[int, int, Any, dict[str, Any]]]:
         """Return the steps that wait, their masks and their priorities, in parts that `extend` has
-        programs for, each with its length."""
+        programs for: for each how many steps it has, and rows, the part, and `envs` if the steps
+        are of some envs."""
         if self._staging is None or not len(self._staging):
             return []
-        return self._parts_of(len(self._staging), self.put(self._staging.waiting()))
+        block, length = self.put(self._staging.waiting()), len(self._staging)
+        if len(block) == 4:
+            *part, envs = block
+            return [(length, part[1].size, part, {"envs": envs})]
+        parts = self._parts_of(length, block)
+        return [(size, size * self.buffer.num_envs, part, {}) for size, part in parts]
 
     def calls_of(
         self, step: PyTree, env: int | None, envs: Any, mask: Any, priority: Any
@@ -433,7 +488,8 @@ class StateOwner(Owner):
                 f"add: the step has no env axis, but there are {num_envs} envs: say which one "
                 "took it by env="
             )
-        add, extend_for = self.method("add"), self._extend_for
+        add = self.method("add")
+        extend_for = lambda length: self._extend_for(length * num_envs)
         is_taken = np.ones(axes, bool) if mask is None else np.asarray(mask)
         if envs is not None:
             envs = np.asarray(envs)
@@ -442,7 +498,9 @@ class StateOwner(Owner):
                 is_taken = is_taken & (envs >= 0) & (envs < num_envs)
             envs = self.put(envs)
             add = functools.partial(add, envs=envs)
-            extend_for = lambda length: functools.partial(self._extend_for(length), envs=envs)
+            extend_for = lambda length: functools.partial(
+                self._extend_for(length * num_envs), envs=envs
+            )
         num_steps = int(is_taken.sum())
         if len(axes) == 2:
             parts = self._parts_of(axes[0], (step, mask, priority))
@@ -709,7 +767,13 @@ def _get(buffer: ReplayBuffer, state: Any, index: Any, draw: Any) -> Sample:
 
 @functools.partial(programs, changes=True, static=("batch_size",))
 def _add_and_sample(
-    buffer: ReplayBuffer, state: Any, block: Any, draw: Any, options: Any, batch_size: int
+    buffer: ReplayBuffer,
+    state: Any,
+    block: Any,
+    draw: Any,
+    options: Any,
+    batch_size: int,
+    **envs: Any,
 ) -> tuple[Any, tuple[Sample, jax.Array]]:
     """Add a block of steps, or None, then sample, or `pop` if the sampler consumes rows.
 
@@ -717,7 +781,7 @@ def _add_and_sample(
       The state; a batch, and whether the buffer could sample.
     """
     if block is not None:
-        state = buffer.extend(state, *block)
+        state = buffer.extend(state, *block, **envs)
     can_sample = of_call("sample", buffer, options).can_sample(state)
     key = key_of(draw)
     if isinstance(buffer.sampler, ConsumingSampler):
@@ -725,6 +789,24 @@ def _add_and_sample(
     else:
         batch = buffer.sample(state, key, batch_size, **options)
     return state, (batch, can_sample)
+
+
+def _numbers_of(env: Any, envs: Any, num_envs: int) -> list[int | None] | None:
+    """Return the numbers of the envs that took a step, with None for padding; None if they are not
+    such as a step can wait with: whole numbers on the host, of different envs."""
+    if env is not None:
+        if envs is not None or isinstance(env, bool) or not hasattr(env, "__index__"):
+            return None
+        number = operator.index(env)
+        return [number] if 0 <= number < num_envs else None
+    if not isinstance(envs, np.ndarray | list | tuple):
+        return None
+    given = np.asarray(envs)
+    if given.ndim != 1 or given.dtype.kind not in "iu":
+        return None
+    numbers = [one if 0 <= one < num_envs else None for one in given.tolist()]
+    known = [one for one in numbers if one is not None]
+    return numbers if len(set(known)) == len(known) else None
 
 
 def _is_plain(array: Any, shape: tuple[int, ...]) -> bool:

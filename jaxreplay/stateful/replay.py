@@ -47,8 +47,9 @@ class Replay:
     are lost. Later calls then raise RuntimeError, until a `load` succeeds. Axes: T time, E env
     (`num_envs`), B batch.
 
-    Steps of NumPy arrays, or of tensors on the host, wait there, up to 64 of them. The next call
-    that needs the rows adds them all in one program; `sample` does so in the program that samples.
+    Steps of NumPy arrays, or of tensors on the host, wait there, up to 64 of them, also those of
+    one env or of some. The next call that needs the rows adds them all in one program; `sample`
+    does so in the program that samples. So does a step of all envs after steps of some.
     Every call sees all steps that were added before it.
 
     Args:
@@ -223,8 +224,8 @@ class Replay:
           envs: int[E], different envs that took the steps, in any order; numbers that no env has
             are for padding. As `env`, it needs a buffer of which each env has a write position of
             its own: one with `autoreset="same_step"` or `allow_mask=True`. Default: every env.
-          mask: bool[E] or bool[T, E], False where an env took no step; needs `allow_mask=True`.
-            Default: every env took every step.
+          mask: bool[E] or bool[T, E], False where an env took no step; needs `allow_mask=True`, or
+            `envs`. Default: every env took every step.
           priority: float[E], float[T, E], or float[] for one env, at least 0, for samplers with
             priorities. Default: as for `ReplayBuffer.add`.
           timeout: Seconds to wait while samples lag behind inserts. Default: the replay's.
@@ -245,12 +246,16 @@ class Replay:
         given = {"mask": mask, "priority": priority}
         if mask is not None or priority is not None:
             given = host_arrays.own("add", given)
-        is_of_all = env is None and envs is None
-        if is_of_all and self._limiter is None and self._add_quickly(owner, step, **given):
+        waits = self._limiter is None
+        if waits and self._add_quickly(owner, step, env, envs, **given):
             return
         with self._monitor:
             self._check_open()
             owner.check_not_lost()
+            if waits and owner.has_waiting:  # there was no room
+                self._changing(owner.flush)
+                if self._add_quickly(owner, step, env, envs, **given):
+                    return
             is_first = not owner.has_example
             try:
                 step = host_arrays.own("add", step)
@@ -281,7 +286,9 @@ class Replay:
         owner.watch.count(num_steps)
         return owner.watch.look(lambda: resets_of(owner.whole[1]))
 
-    def _add_quickly(self, owner: StateOwner, step: PyTree, mask: Any, priority: Any) -> bool:
+    def _add_quickly(
+        self, owner: StateOwner, step: PyTree, env: Any, envs: Any, mask: Any, priority: Any
+    ) -> bool:
         """Copy a step to those that wait, if that is all there is to do, and return whether it was.
 
         An interrupt meanwhile leaves a whole step or none, so signals need not wait.
@@ -289,7 +296,7 @@ class Replay:
         with self._monitor.without_delay():
             if self._is_closed or (owner.watch.is_due and not owner.has_waiting):
                 return False
-            num_steps = owner.stage(step, mask, priority)
+            num_steps = owner.stage(step, env, envs, mask, priority)
             if num_steps is None:
                 return False
             owner.watch.count(num_steps)

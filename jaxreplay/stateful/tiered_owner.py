@@ -82,10 +82,12 @@ class TieredOwner(StateOwner):
         own = jax.tree.map(jax.numpy.copy, self.tier.whole(state))
         return self.tier.adopt(method("merge")(self.tier.whole_buffer, own, other))
 
-    def stage(self, step: PyTree, mask: Any, priority: Any) -> int | None:
-        return None if self.tier.is_read_only else super().stage(step, mask, priority)
+    def stage(self, step: PyTree, env: Any, envs: Any, mask: Any, priority: Any) -> int | None:
+        if self.tier.is_read_only:
+            return None
+        return super().stage(step, env, envs, mask, priority)
 
-    def _extend_for(self, length: int) -> Any:
+    def _extend_for(self, num_rows: int) -> Any:
         return self._methods["extend"]
 
     def _empty(self, example: PyTree) -> Any:

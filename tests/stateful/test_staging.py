@@ -7,15 +7,19 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
+from jaxreplay.host.staging import Staging
 from jaxreplay.stateful import owner
 from tests.conftest import ALL, SOAK
 from tests.support.compilations import count_programs
-from tests.support.replays import PRIORITIZED, QUEUE, check_same, make, on_device, step
+from tests.support.replays import EXAMPLE, PRIORITIZED, QUEUE, check_same, make, on_device, step
 from tests.support.sampling import assert_same
 
 BUFFERS = {"masked": {**PRIORITIZED, "allow_write": True}}
 if ALL:
     BUFFERS |= {
+        "two rows": {"autoreset": "same_step", "sampler": jr.Prioritized(), "allow_write": True},
+        "masked episodes": {"track_episodes": True, "allow_mask": True},
+        "masked queue": {**QUEUE, "allow_mask": True},
         "queue": QUEUE,
         "one env": {"num_envs": 1, "capacity": 20},
         "episodes": {"track_episodes": True, "autoreset": "same_step_no_final_obs", "min_size": 30},
@@ -24,17 +28,21 @@ if ALL:
     }
 
 
+FINAL = {**EXAMPLE, "final_obs": EXAMPLE["obs"]}
+
+
 def lent(given):
-    return jax.tree.map(np.copy, given)
+    return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, given)
 
 
 def random_call(r, buffer):
     """Return a random call: a function of a replay, and of how to hand a step to its `add`."""
     has_priorities = isinstance(buffer.sampler, jr.Prioritized)
-    kind = r.choice(
-        ["add"] * 9 + ["block", "sample", "update", "write", "len"] * 2 + ["clear", "drop"]
-    )
-    if kind not in ("add", "block"):
+    kinds = ["add"] * 9 + ["block", "sample", "update", "write", "len"] * 2 + ["clear", "drop"]
+    if not buffer.layout().lockstep:
+        kinds += ["env"] * 9 + ["envs"] * 6
+    kind = r.choice(kinds)
+    if kind not in ("add", "block", "env", "envs"):
         return {
             "sample": lambda replay, _: sampled(replay),
             "update": lambda replay, _: updated(replay, has_priorities),
@@ -43,13 +51,21 @@ def random_call(r, buffer):
             "clear": lambda replay, _: replay.clear(),
             "drop": functools.partial(dropped, r.random(buffer.num_envs) < 0.5),
         }[kind]
-    axes = (buffer.num_envs,) if kind == "add" else (int(r.choice([2, 5])), buffer.num_envs)
+    num_envs = buffer.num_envs
+    axes = (num_envs,) if kind == "add" else (int(r.choice([2, 5])), num_envs)
     options, has_options = {}, r.random() < 0.5
-    if buffer.allow_mask and has_options:
+    if kind == "env":
+        axes, options["env"] = (), int(r.integers(num_envs))
+    elif kind == "envs":
+        numbers = r.permutation(np.arange(-1, num_envs))[: r.integers(1, num_envs + 2)]
+        axes, options["envs"] = numbers.shape, numbers if has_options else numbers.tolist()
+    if (buffer.allow_mask or kind == "envs") and kind != "env" and has_options:
         options["mask"] = r.random(axes) < 0.7
     if has_priorities and has_options:
-        options["priority"] = r.random(axes).astype(r.choice([np.float32, np.float64]))
-    given = step(int(r.integers(1000)), axes)
+        options["priority"] = np.asarray(r.random(axes), r.choice([np.float32, np.float64]))
+        if r.random() < 0.1:  # the largest so far takes its place
+            options["priority"] = np.full_like(options["priority"], r.choice([np.nan, -1, np.inf]))
+    given = step_of(buffer, int(r.integers(1000)), axes)
     # other dtypes that hold the same values are cast
     given["reward"] = given["reward"].astype(r.choice([np.float32, np.float64]))
     given["action"] = given["action"].astype(r.choice([np.int32, np.int64]))
@@ -63,6 +79,13 @@ def random_call(r, buffer):
                 leaf.fill(1)
 
     return add
+
+
+def step_of(buffer, t, axes):
+    given = step(t, axes)
+    if buffer.autoreset == "same_step":
+        given["final_obs"] = jax.tree.map(lambda leaf: leaf + leaf, given["obs"])
+    return given
 
 
 def dropped(mask, replay, _):
@@ -94,7 +117,9 @@ def written(replay):
 @pytest.mark.parametrize("name", BUFFERS)
 @pytest.mark.parametrize("seed", range(1, 21 if SOAK else 2))  # seed 1 wraps around
 def test_all_is_as_if_each_step_were_added_at_once(name, seed):
-    waits, at_once = (make(**BUFFERS[name], steps=1) for _ in range(2))
+    waits, at_once = (make(**BUFFERS[name]) for _ in range(2))
+    for replay in (waits, at_once):
+        replay.add(step_of(replay.buffer, 0, (replay.buffer.num_envs,)))
     r = np.random.default_rng(seed)
     len(at_once)
     for _ in range(100 if ALL else 60):
@@ -128,6 +153,64 @@ def test_a_loop_runs_one_program_for_its_adds_and_its_sample(monkeypatch):
         monkeypatch.setattr(owner, name, both)
     loop(20)
     assert seen == ["_add_and_sample"] * 20
+
+
+@pytest.mark.parametrize("rows", ["device", "host"])
+def test_steps_of_one_env_or_of_some_wait_too(rows, monkeypatch):
+    buffer = jr.items(capacity=48, num_envs=4, batch_size=8, allow_mask=True)
+    replay = jr.Replay(buffer, example=np.float32(0), rows=rows)
+    monkeypatch.setattr(replay._owner.watch, "_next_look", np.inf)  # it reads the rows now and then
+
+    def loop(length):
+        for t in range(length):
+            replay.add(np.float32(t), env=t % 4)
+            assert len(replay._owner._staging) == 2 * t % 64 + 1
+            replay.add(np.array([t, -t], np.float32), envs=[(t + 1) % 4, (t + 2) % 4])
+        len(replay)
+
+    loop(64)  # 32 steps of one env, and 32 of two others, wait for each program
+    with count_programs() as compiled:
+        loop(64)
+    assert compiled() == 0
+    calls = []
+    monkeypatch.setattr(replay._owner, "_change", lambda *given, **options: calls.append(given))
+    loop(64)
+    assert len(calls) == 2
+
+
+def test_a_buffer_whose_steps_end_in_two_rows_needs_no_masks():
+    waits, at_once = (make(2, 16, autoreset="same_step", example=FINAL) for _ in range(2))
+    for replay, hand in ((waits, lent), (at_once, on_device)):
+        for t in (4, 8, 12):
+            replay.add(hand(step_of(replay.buffer, t, ())), env=0)
+            both = hand(step_of(replay.buffer, t + 1, (2,)))
+            replay.add(both, envs=[1, 0], mask=np.array([t != 8, t == 8]))
+        assert len(replay._owner._staging) == (6 if replay is waits else 0)
+    check_same(waits, at_once)
+    assert len(waits) == 3 + 1  # all but the newest step of each env
+
+
+def test_steps_of_other_envs_share_a_time_and_none_comes_before_an_earlier_one():
+    staging = Staging(np.float32(0), num_envs=3)
+    for number, env in enumerate([1, 2, 1, 0, 2, 2, 0], start=1):
+        assert staging.has_room(None, None, [env])
+        staging.put([np.float32([number])], None, None, [env])
+    steps, mask, priority, envs = staging.waiting()
+    assert envs.tolist() == [0, 1, 2]
+    assert steps.tolist() == [[0, 1, 2], [4, 3, 5], [7, 0, 6], [0, 0, 0]]
+    assert np.array_equal(mask, steps > 0)
+    assert priority is None
+
+
+def test_a_block_of_some_envs_is_padded_to_no_more_than_fits():
+    staging = Staging(np.zeros(2**19, np.uint8), num_envs=4)  # 8 steps may wait
+    item = np.zeros((1, 2**19), np.uint8)
+    for env in (3, 0, 3, 3):
+        if is_room := staging.has_room(None, None, [env]):
+            staging.put([item], None, None, [env])
+    assert not is_room
+    assert len(staging) == 3
+    assert staging.waiting()[0].shape == (2, 4, 2**19)
 
 
 @pytest.mark.parametrize(("num_bytes", "most"), [(1024, 64), (3 * 2**20, 1)])
