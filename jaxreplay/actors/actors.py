@@ -59,8 +59,9 @@ class Offer:
       blocks: The blocks.
       steps: Steps or items, mask and priority, leaves [T, E, ...]; None for what was not given.
       envs: int32[E], as for `Replay.add`.
-      cut: Called right before they are added. Returns bool[E] over all envs of the buffer, True for
-        envs whose episodes end before, or None for none; it may mask steps.
+      cut: Called right before they are added, and before the mask is read: it may mask steps.
+        Returns bool[E] over all envs of the buffer, True for envs whose episodes end before, or
+        None for none.
       note: Called right after they were added.
     """
 

@@ -43,9 +43,10 @@ class ActorHost:
         if not owner.has_example:
             spec = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype)
             owner.init(jax.tree.map(spec, offer.steps[0]))
+        ends = offer.cut()  # first: it masks steps, of which the next call may make a copy
         step, mask, priority = offer.steps
         num_steps, calls = owner.calls_of(step, None, offer.envs, mask, priority)
-        if (ends := offer.cut()) is not None:
+        if ends is not None:
             calls = [(owner.method("end_streams"), ends), *calls]
         problem = replay._add(owner, num_steps, calls)
         offer.note()

@@ -343,6 +343,19 @@ def test_a_run_continues_though_its_learner_is_killed(tmp_path, on, request):
             until(lambda: not os.path.exists((tmp_path / "memory").read_text()))
 
 
+class Engine:
+    """Gives blocks to the learner, one at a time."""
+
+    run, is_new = "one", True
+    allow = publish = wake = stop = staticmethod(lambda *_: None)
+
+    def __init__(self, *blocks):
+        self._blocks = iter(blocks)
+
+    def receive(self, seconds):
+        return list(itertools.islice(self._blocks, 1))
+
+
 def test_a_step_that_only_resets_is_no_first_step():
     """Blocks are lost; the step before one has ended an episode, and its env's next step comes in
     that block, or after it."""
@@ -365,22 +378,13 @@ def test_a_step_that_only_resets_is_no_first_step():
         steps = np.zeros((2, 3)), np.array(mask, bool), None
         return Block(0, (0, number), number, 0, steps, None if resets is None else np.array(resets))
 
-    class Engine:
-        run, is_new = "one", True
-        blocks = iter(
-            [
-                block(0, [[1, 1, 1], [1, 1, 1]], None),
-                block(5, [[0, 1, 0], [1, 1, 0]], [True, False, True]),
-                block(6, [[1, 1, 0], [1, 1, 1]], [False, False, True]),
-                block(7, [[1, 1, 1], [1, 1, 1]], [True, True, True]),
-            ]
-        )
-        allow = publish = wake = stop = staticmethod(lambda *_: None)
-
-        def receive(self, seconds):
-            return list(itertools.islice(self.blocks, 1))
-
-    actors = jr.actors.Actors(acting.few, setup, Host, 1.0, on=lambda *_: Engine())
+    engine = Engine(
+        block(0, [[1, 1, 1], [1, 1, 1]], None),
+        block(5, [[0, 1, 0], [1, 1, 0]], [True, False, True]),
+        block(6, [[1, 1, 0], [1, 1, 1]], [False, False, True]),
+        block(7, [[1, 1, 1], [1, 1, 1]], [True, True, True]),
+    )
+    actors = jr.actors.Actors(acting.few, setup, Host, 1.0, on=lambda *_: engine)
     until(lambda: len(added) == 4)
     actors.stop()
     assert added == [
@@ -389,3 +393,28 @@ def test_a_step_that_only_resets_is_no_first_step():
         (None, [[True, True, False], [True, True, False]]),
         (None, [[True] * 3] * 2),
     ]
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_masked_steps_are_no_rows_on_any_device(device):
+    """The first step after a gap only resets: it is left out, wherever the rows lie."""
+
+    def block(number, resets):
+        flags = np.zeros((2, 1), bool)
+        step = {
+            "obs": np.array([[[10 * number + place]] for place in range(2)], np.float32),
+            "action": np.zeros((2, 1), np.float32),
+            "reward": np.zeros((2, 1), np.float32),
+            "terminated": flags,
+            "truncated": flags,
+        }
+        steps = jr.Step(**step), np.ones((2, 1), bool), None
+        return Block(0, (0, number), number, 0, steps, np.array([resets]))
+
+    engine = Engine(block(1, False), block(3, True), block(4, False))
+    buffer = jr.uniform(capacity=64, batch_size=4, autoreset="next_step", allow_mask=True)
+    with jr.Replay(buffer, framework="numpy", device=device) as replay:
+        actors = replay.start(acting.few, 1, block_length=2, on=lambda *_: engine)
+        until(lambda: actors._inbox.added == [(0, 5)])
+        obs = np.asarray(replay.state.rows.steps.obs)[:5, 0]
+        assert obs.tolist() == [10, 11, 31, 40, 41]
