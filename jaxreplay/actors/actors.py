@@ -71,6 +71,17 @@ class Offer:
     cut: Callable[[], np.ndarray | None]
     note: Callable[[], None]
 
+    def mask_of(self, place: int) -> np.ndarray:
+        """Return the part of the mask, or of one that is True everywhere, that a block has."""
+        (length, num), mask = self.blocks[place].shape, self.steps[1]
+        own = slice(place * num, (place + 1) * num)
+        return np.ones((length, num), bool) if mask is None else mask[:, own]
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps that are not masked, over all envs."""
+        return sum(int(self.mask_of(place).sum()) for place in range(len(self.blocks)))
+
 
 class Host(Protocol):
     """The replay that actors fill, and its lock."""
@@ -227,7 +238,7 @@ class Actors:
 
         Returns:
           Numbers by name.
-          `steps`: number of steps that were added, over all envs.
+          `steps`: number of steps that were added, over all envs, without masked ones.
           `steps_per_second`: of the newest few blocks of each actor.
           `waiting`: share of their time that the actors were held back, in the same blocks.
           `alive`: number of actors that run.
@@ -309,12 +320,11 @@ class Actors:
         the step before has ended an episode and is missing, mask the one that only resets."""
         ends = np.zeros((self._setup.num_actors, self._setup.num_envs), bool)
         offer: Any = self._joined
-        mask = offer.steps[1]
         for place, block in enumerate(offer.blocks):
             ends[block.actor] = is_cut = self._inbox.is_cut(block)
             due = block.resets if is_cut else self._due[block.actor]
             if due is not None:
-                own = mask[:, place * self._setup.num_envs :][:, : self._setup.num_envs]
+                own = offer.mask_of(place)
                 envs, took = np.flatnonzero(due), own.any(0)
                 own[own[:, envs].argmax(0), envs] = False
                 due = due & ~took if (due & ~took).any() else None
@@ -323,13 +333,14 @@ class Actors:
 
     def _note(self, blocks: Sequence[Block]) -> None:
         """Note that blocks were added, before another call sees their rows."""
-        now = time.monotonic()
+        now, offer = time.monotonic(), self._joined
+        assert offer is not None
         self._inbox.note(blocks)
-        for block in blocks:
+        for place, block in enumerate(blocks):
             incarnation, number = block.place
             if self._alive[block.actor] == incarnation:
                 self._acked[block.actor] = max(self._acked[block.actor], number + 1)
-            stale, num = self.version - block.version, block.shape[0] * block.shape[1]
+            stale, num = self.version - block.version, int(offer.mask_of(place).sum())
             self._recent.append((now, num, block.seconds, block.waited, stale))
             self._figures["steps"] += num
             self._figures["staleness"] = max(self._figures["staleness"], stale)

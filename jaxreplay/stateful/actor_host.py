@@ -1,6 +1,5 @@
 """The replay as its actors see it."""
 
-import math
 import time
 import warnings
 from typing import Any
@@ -25,7 +24,7 @@ class ActorHost:
         self._replay, self._owner, self.lock = replay, owner, replay._monitor
 
     def insert(self, offer: Offer, timeout: float) -> bool:
-        num = sum(math.prod(block.shape) for block in offer.blocks)
+        num = offer.num_steps
         limiter, end = self._replay._limiter, time.monotonic() + timeout
         # A condition would wake this thread after each sample, which takes a tenth of its time.
         while limiter is not None and limiter.has_begun and not limiter.may_insert(ahead=num):

@@ -16,7 +16,9 @@ import pytest
 
 import jaxreplay as jr
 from jaxreplay.actors.actor import Setup
+from jaxreplay.actors.actors import Offer
 from jaxreplay.actors.block import Block
+from jaxreplay.stateful.actor_host import ActorHost
 from tests.conftest import ALL, SOAK
 from tests.support import acting
 from tests.support.refusals import refused
@@ -192,8 +194,9 @@ def test_the_side_that_is_ahead_waits(ratio, on):
 def test_the_others_are_taken_too(on):
     """Masks, priorities, one env, items, a mixture's member, and tensors."""
     with make(autoreset="same_step_no_final_obs", sampler=jr.Prioritized()) as replay:
-        replay.start(acting.masked, 2, on=on, block_length=8)
-        until(lambda: replay._actors[None].is_done)
+        actors = replay.start(acting.masked, 2, on=on, block_length=8)
+        until(lambda: actors.is_done)
+        assert actors.metrics()["steps"] == 4 * 18
         assert replay.metrics()["max_priority"] == 4
         obs = np.asarray(replay.state.rows.steps.obs).reshape(4, -1, 3)
         assert obs[:, :18, 2].tolist() == [
@@ -418,3 +421,14 @@ def test_masked_steps_are_no_rows_on_any_device(device):
         until(lambda: actors._inbox.added == [(0, 5)])
         obs = np.asarray(replay.state.rows.steps.obs)[:5, 0]
         assert obs.tolist() == [10, 11, 31, 40, 41]
+        assert actors.metrics()["steps"] == 5
+
+
+def test_masked_steps_are_no_lead_over_samples():
+    """Inserts may be a block ahead: of the steps that it adds."""
+    with make(1, limit=1.0, batch_size=4) as replay:
+        replay._limiter.num_inserts = 5
+        steps = {"x": np.zeros((2, 1))}, np.array([[True], [False]]), None
+        offer = Offer([Block(0, (0, 0), 0, 0, steps)], steps, np.arange(1), lambda: None, print)
+        assert offer.num_steps == 1
+        assert ActorHost(replay, replay._owner).insert(offer, 0.0) is False
