@@ -7,16 +7,28 @@ between any two bytecodes, so also between the call and the assignment. The hand
 the main thread only, are therefore delayed until the assignment is done.
 """
 
+import contextlib
+import importlib
 import signal
 import threading
 from typing import Any
 
-_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGBREAK")
+_NAMES = [
+    "SIGINT",
+    "SIGTERM",
+    "SIGHUP",
+    "SIGQUIT",
+    "SIGALRM",
+    "SIGXCPU",
+    "SIGUSR1",
+    "SIGUSR2",
+    "SIGBREAK",
+]
 _SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
 _TRIES = 1000  # to restore the handlers; each Ctrl-C meanwhile takes one
-# Number of blocks, a power of two, after which the signals with handlers are looked up again, which
-# takes a microsecond for each signal.
-_EVERY = 128
+_handler_of: Any = signal.getsignal
+with contextlib.suppress(ImportError):  # makes no enum, and takes a tenth of the time
+    _handler_of = importlib.import_module("_signal").getsignal
 
 
 class defer_interrupts:  # noqa: N801
@@ -50,7 +62,8 @@ class defer_interrupts:  # noqa: N801
     def __enter__(self) -> "defer_interrupts":
         if threading.get_ident() == threading.main_thread().ident:
             try:
-                for number in (numbers := _signals()):
+                numbers = [number for number in _SIGNALS if callable(_handler_of(number))]
+                for number in numbers:
                     # Another signal's handler may raise before the next line is done.
                     if len(numbers) > 1:
                         self._handlers[number] = signal.getsignal(number)
@@ -118,16 +131,3 @@ class defer_interrupts:  # noqa: N801
                 error = caught
         if error is not None:
             raise error
-
-
-_num_blocks = 0  # of the main thread
-_handled: tuple[int, ...] = ()
-
-
-def _signals() -> tuple[int, ...]:
-    """Return the signals to delay: those with handlers at the last lookup."""
-    global _handled, _num_blocks
-    if not _num_blocks & (_EVERY - 1):
-        _handled = tuple(number for number in _SIGNALS if callable(signal.getsignal(number)))
-    _num_blocks += 1  # after the lookup: an interrupt between the two looks them up again
-    return _handled
