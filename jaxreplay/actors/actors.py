@@ -208,6 +208,11 @@ class Actors:
             return self.version
 
     @property
+    def failure(self) -> BaseException | None:
+        """The error that has ended the actors, until they are stopped."""
+        return None if self._is_stopped.is_set() else self.error
+
+    @property
     def is_stopped(self) -> bool:
         """True after `stop`, or a failure."""
         return self._is_stopped.is_set() or self.error is not None
@@ -266,7 +271,8 @@ class Actors:
         }
 
     def stop(self, timeout: float = 10.0) -> None:
-        """Stop the actors. Steps that were not added yet are lost.
+        """Stop the actors, also those that a failure has left. Steps that were not added yet are
+        lost.
 
         Args:
           timeout: Seconds after which those that still run are killed. Default: 10.

@@ -59,7 +59,8 @@ class Feed:
         Args:
           act: Function `act(actor)`.
           num_actors: Number of actors.
-          saved: `actors.state` of a checkpoint, to continue after. Default: none.
+          saved: `actors.state` of a checkpoint, to continue after. Default: that of the actors
+            before, if there were any.
           seed: Seed from which each actor's is made; another one in each process. Default: 0.
           version_key: As for `jaxreplay.Replay.start`. Default: none.
           **options: `params`, `max_restarts`, `max_staleness` and `on`, likewise.
@@ -69,10 +70,14 @@ class Feed:
 
         Raises:
           ValueError: As for `jaxreplay.Replay.start`.
-          RuntimeError: The actors before are not stopped.
+          RuntimeError: The actors before are not stopped, and have not failed.
         """
-        if self._actors is not None and not self._actors.is_stopped:
+        before = self._actors
+        if before is not None and before.failure is not None:
+            before.stop()
+        if before is not None and not before.is_stopped:
             raise RuntimeError("start: the actors before are not stopped; call their stop() first")
+        saved = before.state if saved is None and before is not None else saved
         setup = Setup.of(self._buffer, self._example, num_actors, self._length, seed, version_key)
         self._actors = Actors(act, setup, self, self._buffer.batch_size, saved, **options)
         return self._actors
@@ -102,11 +107,11 @@ class Feed:
         steps, mask = jax.tree.map(empty, self._example), np.zeros((self._length, num_envs), bool)
         ends = np.zeros(num_envs, bool)
         with self.lock:
-            has_some = lambda: self._offer is not None or self._actors.error is not None
+            has_some = lambda: self._offer is not None or self._actors.failure is not None
             self._is_waiting = not has_some()
             self._is_waiting = not self._changed.wait_for(has_some, timeout)
-            if self._actors.error is not None:
-                raise RuntimeError(f"the actors have stopped: {self._actors.error}")
+            if (error := self._actors.failure) is not None:
+                raise RuntimeError(f"the actors have stopped: {error}") from error
             if self._offer is not None:
                 given, its_mask, priority = self._offer.steps
                 if priority is not None:

@@ -333,7 +333,8 @@ class Replay:
             None.
           block_length: Number of steps of its envs that an actor sends at once. Default: 64.
           max_restarts: Number of times that each actor is started again. After that, calls of this
-            replay raise an error with the last reason. Default: 3.
+            replay raise an error with the last reason, until `stop` of the actors, or another
+            `start`. Default: 3.
           max_staleness: Largest number of versions by which parameters that acted are older than
             the newest ones, when a step is added. Actors wait before blocks that would be older.
             The limit is kept if each version is learned from equally many steps, and a block has
@@ -352,9 +353,12 @@ class Replay:
         Raises:
           ValueError: An argument is out of range, the buffer has no write position for each env, or
             `act` cannot be sent to another process.
-          RuntimeError: The replay is closed, or its actors are not stopped.
+          RuntimeError: The replay is closed, or its actors are not stopped, and have not failed.
         """
         owner = self._owner_of("start", member)
+        failed = self._actors.get(member)
+        if failed is not None and failed.failure is not None:
+            failed.stop()  # without the lock, for which their thread may wait
         with self._monitor:
             self._check_open()
             before = self._actors.get(member)
@@ -902,8 +906,8 @@ class Replay:
         if self._is_closed:
             raise RuntimeError("this Replay is closed")
         for actors in self._actors.values():
-            if actors.error is not None:
-                raise RuntimeError(f"the actors have stopped: {actors.error}") from actors.error
+            if (error := actors.failure) is not None:
+                raise RuntimeError(f"the actors have stopped: {error}") from error
 
 
 class _NoMoreError(TimeoutError):

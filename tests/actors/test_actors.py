@@ -17,7 +17,7 @@ import pytest
 import jaxreplay as jr
 from jaxreplay.actors.actor import Setup
 from jaxreplay.actors.actors import Offer
-from jaxreplay.actors.block import Block
+from jaxreplay.actors.block import Block, News
 from jaxreplay.stateful.actor_host import ActorHost
 from tests.conftest import ALL, SOAK
 from tests.support import acting
@@ -136,6 +136,25 @@ def test_a_failure_reaches_the_learner(on):
             replay.add(acting.step_of(_Envs(), 0))
     with refused("this Replay is closed", RuntimeError):
         replay.start(acting.few, 2, on=on)
+
+
+@pytest.mark.no_xla
+def test_actors_that_failed_are_stopped_or_replaced():
+    replay = make()
+    feed = jr.actors.Feed(replay.buffer, jr.Step(**acting.EXAMPLE))
+    for start, read in ((replay.start, replay.sample), (feed.start, feed.take)):
+        engines = [Engine(News(0, number, "failed", "it broke")) for number in range(3)]
+        for number, engine in enumerate(engines):
+            actors = start(acting.few, 2, on=lambda *_, engine=engine: engine)
+            assert [one.num_stops for one in engines[:number]] == [1] * number
+            until(lambda actors=actors: actors.is_stopped)
+            with refused("the actors have stopped: actor 0 failed: it broke", RuntimeError):
+                read()
+        actors.stop()
+    assert not feed.take()[1].any()
+    replay.clear()
+    with refused("no batch can be sampled yet", TimeoutError):
+        replay.sample(timeout=0)
 
 
 class _Envs:
@@ -347,16 +366,19 @@ def test_a_run_continues_though_its_learner_is_killed(tmp_path, on, request):
 
 
 class Engine:
-    """Gives blocks to the learner, one at a time."""
+    """Gives blocks and news to the learner, one at a time."""
 
-    run, is_new = "one", True
-    allow = publish = wake = stop = staticmethod(lambda *_: None)
+    run, is_new, num_stops = "one", True, 0
+    allow = publish = wake = staticmethod(lambda *_: None)
 
-    def __init__(self, *blocks):
-        self._blocks = iter(blocks)
+    def __init__(self, *found):
+        self._found = iter(found)
 
     def receive(self, seconds):
-        return list(itertools.islice(self._blocks, 1))
+        return list(itertools.islice(self._found, 1))
+
+    def stop(self, seconds):
+        self.num_stops += 1
 
 
 def test_a_step_that_only_resets_is_no_first_step():
