@@ -4,6 +4,8 @@ import dataclasses
 import io
 import itertools
 import json
+import struct
+import zlib
 
 import jax
 import numpy as np
@@ -719,6 +721,71 @@ def test_lerobot_datasets_that_are_damaged(tmp_path):
         mend = changed(path, change)
         refused(message)
         mend()
+
+
+def test_images_of_parquet(tmp_path, monkeypatch):
+    """Numbers of more than 8 bits, palettes, files that are named, and what is refused."""
+    pyarrow = pytest.importorskip("pyarrow", reason="the lerobot extra is not installed")
+    image = pytest.importorskip("PIL.Image", reason="the lerobot extra is not installed")
+    from pyarrow import parquet
+
+    def encoded(made, form="png", **options):
+        file = io.BytesIO()
+        made.save(file, form, **options)
+        return file.getvalue()
+
+    def read(*cells):
+        parquet.write_table(pyarrow.table({"x": [*cells]}), tmp_path / "a.parquet")
+        return datasets.open_parquet(tmp_path / "a.parquet")["x"][: len(cells)]
+
+    def cell(content, path=None):
+        return {"bytes": content, "path": path}
+
+    def chunk(kind, content):
+        summed = kind + content
+        return struct.pack(">I", len(content)) + summed + struct.pack(">I", zlib.crc32(summed))
+
+    depths = np.arange(20, dtype=np.uint16).reshape(4, 5) * 300
+    meters = depths.astype(np.float32) / 7
+    one = image.fromarray(depths.astype(np.uint8))
+    blue = image.new("RGB", (5, 4), (1, 2, 250)).quantize(2)
+    is_first = {"transparency": blue.getpixel((0, 0))}
+    color, two = blue.convert("RGB").getpixel((0, 0)), np.uint8(depths)
+    for made, expected in (
+        (encoded(image.fromarray(depths)), depths),
+        (encoded(image.fromarray(depths), "tiff"), depths),
+        (encoded(image.fromarray(meters), "tiff"), meters),
+        (encoded(one), two),
+        (encoded(one.convert("LA")), np.stack([two, two * 0 + 255], 2)),
+        (encoded(blue), np.full((4, 5, 3), color, np.uint8)),
+        (encoded(blue, **is_first), np.full((4, 5, 4), (*color, 0), np.uint8)),
+        (encoded(image.new("CMYK", (5, 4), (255, 0, 0, 0)), "jpeg"), None),
+    ):
+        found = read(cell(made, "a.png"))[0]
+        if expected is None:  # lossy
+            assert np.abs(found - np.array([0.0, 255, 255])).max() < 3
+        else:
+            np.testing.assert_array_equal(found, expected.reshape(4, 5, -1), strict=True)
+    (tmp_path / "images").mkdir()
+    image.fromarray(depths).save(tmp_path / "images" / "0.png")
+    for path in ("images/0.png", f"{tmp_path}/images/0.png"):
+        np.testing.assert_array_equal(read(cell(None, path))[0, ..., 0], depths)
+    sides = struct.pack(">IIBBBBB", 5, 4, 16, 2, 0, 0, 0)  # colors of 16 bits
+    rows = zlib.compress(bytes(4 * 31))
+    deep = chunk(b"IHDR", sides) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    for one, message in (
+        (cell(b"\x89PNG\r\n\x1a\n" + deep), "an image of more than 8 bits a color, RGB;16B"),
+        (cell(None, "images/1.png"), "No such file or directory: .*images/1.png"),
+        (cell(None, "../0.png"), "0.png is not below "),
+        (cell(None, "/etc/0.png"), "/etc/0.png is not below "),
+        (cell(None), "it has rows without an image"),
+        (None, "it has rows without an image"),
+    ):
+        with pytest.raises((ValueError, OSError), match=message):
+            read(one, cell(encoded(blue)))
+    monkeypatch.setattr(image, "MAX_IMAGE_PIXELS", 15)  # beyond it Pillow warns, at twice it raises
+    with pytest.raises(Warning, match=r"Image size .20 pixels. exceeds limit"):
+        read(cell(encoded(blue)))
 
 
 def check_chunks(buffer, state, lengths):

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 _READ_BYTES = 2**20  # of one array
+_GRAY = "I", "I;16", "I;16B", "I;16L", "I;16N", "F"  # Pillow's modes of more than 8 bits
 _VAULT = 1  # version of vaults, without what follows the point
 
 
@@ -42,6 +44,9 @@ class File(Mapping[str, Any]):
         if name not in self._names:
             raise KeyError(name)
         return self._make(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names  # a Mapping's own makes the array
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -160,8 +165,9 @@ def _npy_rows(path: Any, member: str, start: int) -> Iterator[np.ndarray]:
 def open_parquet(path: Any) -> File:
     """Return the columns of Parquet files, for `from_arrays`; needs `jaxreplay[lerobot]`.
 
-    A column has numbers, lists of equal length, or encoded images, which are decoded to
-    uint8[H, W, C] by Pillow. Others are left out.
+    A column has numbers, lists of equal length, or encoded images, which Pillow decodes to
+    [H, W, C]: uint8, or uint16 or float32 if they are gray ones of that form. An image may be a
+    file that is named instead, below the folder. Other columns are left out.
 
     Args:
       path: Path of a file, or of a folder with files, which follow each other by their names:
@@ -172,8 +178,13 @@ def open_parquet(path: Any) -> File:
       OSError: There is no such file.
       ValueError: It is damaged, or the folder has none.
     """
-    parquet = imported("open_parquet", "pyarrow.parquet", "lerobot")
     path = Path(path)
+    return parquet_of(path, path if path.is_dir() else path.parent)
+
+
+def parquet_of(path: Path, folder: Path) -> File:
+    """Do what `open_parquet` does. `folder`: the one that named images are in."""
+    parquet = imported("open_parquet", "pyarrow.parquet", "lerobot")
     files = sorted(path.rglob("*.parquet"), key=natural) if path.is_dir() else [path]
     groups, starts, num_rows = [], [], 0
     fields, row_bytes = {}, {}
@@ -183,7 +194,7 @@ def open_parquet(path: Any) -> File:
                 about, schema = opened.metadata, opened.schema_arrow
         except ValueError as error:
             raise ValueError(f"open_parquet: {file}: {error}") from error
-        fields = fields or {field.name: _decoder(field.type) for field in schema}
+        fields = fields or {field.name: _decoder(field.type, folder) for field in schema}
         for nth in range(about.num_row_groups):
             groups.append((file, nth))
             starts.append(num_rows)
@@ -212,12 +223,12 @@ def open_parquet(path: Any) -> File:
     return File(path, arrays, arrays.__getitem__)
 
 
-def _decoder(kind: Any) -> Callable[[Any], Iterator[np.ndarray]] | None:
-    """Return what decodes a column of a type, if it can be."""
+def _decoder(kind: Any, folder: Path) -> Callable[[Any], Iterator[np.ndarray]] | None:
+    """Return what decodes a column of a type, if it can be. `folder`: that of named images."""
     import pyarrow as pa
 
     if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
-        return _images
+        return functools.partial(_images, folder)
     while (
         pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     ):
@@ -244,12 +255,33 @@ def _check_not_null(column: Any) -> None:
         raise ValueError("it has rows without a value")
 
 
-def _images(column: Any) -> Iterator[np.ndarray]:
+def _images(folder: Path, column: Any) -> Iterator[np.ndarray]:
     """Yield decoded images, [1, H, W, C] each."""
     image = imported("open_parquet", "PIL.Image", "lerobot")
-    for one in column.field("bytes").to_pylist():
-        decoded = np.asarray(image.open(io.BytesIO(one)))
-        yield decoded.reshape(1, *decoded.shape[:2], -1)
+    for one in column.to_pylist():
+        found = {key: value for key, value in (one or {}).items() if value is not None}
+        if found.keys().isdisjoint(("bytes", "path")):
+            raise ValueError("it has rows without an image")
+        is_here = "bytes" in found
+        file = io.BytesIO(found["bytes"]) if is_here else inside(folder, found["path"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", image.DecompressionBombWarning)  # of a limit of pixels
+            decoded = image.open(file)
+        rest = [str(tile[3]) for tile in getattr(decoded, "tile", ())]
+        if decoded.mode not in _GRAY and any(";16" in text for text in rest):
+            raise ValueError(f"it has an image of more than 8 bits a color, {rest[0]}")
+        if decoded.mode not in (*_GRAY, "1", "L", "LA", "RGB", "RGBA"):  # a palette, CMYK
+            decoded = decoded.convert("RGBA" if decoded.has_transparency_data else "RGB")
+        pixels = np.asarray(decoded)
+        yield pixels.reshape(1, *pixels.shape[:2], -1)
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Return the path of a file that data name. Raises a ValueError if it leaves their folder."""
+    whole, path = os.path.abspath(folder), Path(os.path.abspath(folder / name))
+    if not path.is_relative_to(whole):
+        raise ValueError(f"{name} is not below {whole}, whose data name it")
+    return path
 
 
 def open_vault(path: Any) -> list[File]:
