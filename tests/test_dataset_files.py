@@ -533,9 +533,10 @@ else:
     assert max(map(float, output_of(code, "read", cwd=tmp_path).split())) < 64  # MiB
 
 
-def write_lerobot(folder, lengths, version=3):
+def write_lerobot(folder, lengths, version=3, kept=slice(None)):
     """Write a dataset as LeRobot does: `version` 3 has two episodes a file, version 2 one. Each
-    number of a frame is in its state, its action, an image, and a frame of a video."""
+    number of a frame is in its state, its action, an image, and a frame of a video. Of the rows of
+    each episode, a part is kept, but all frames of the videos."""
     pyarrow = pytest.importorskip("pyarrow", reason="the lerobot extra is not installed")
     av = pytest.importorskip("av", reason="the lerobot extra is not installed")
     image = pytest.importorskip("PIL.Image", reason="the lerobot extra is not installed")
@@ -557,13 +558,14 @@ def write_lerobot(folder, lengths, version=3):
             container.mux(stream.encode())
 
     numbers = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
-    per_file, about = (2 if version == 3 else 1), []
+    per_file, about, num_rows = (2 if version == 3 else 1), [], 0
     each = [*enumerate(numbers)]
     for file_index, first in enumerate(range(0, len(each), per_file)):
         some = each[first : first + per_file]
         start = 0
         tables = []
         for index, own in some:
+            first, num_frames, own = own[0], len(own), own[kept]
             is_last = own == own[-1]
             tables.append(
                 {
@@ -574,7 +576,7 @@ def write_lerobot(folder, lengths, version=3):
                     "next.reward": own.astype(np.float32),
                     "next.done": is_last,
                     "next.success": is_last & (index == 2),
-                    "timestamp": (own - own[0]) / np.float32(10),
+                    "timestamp": (own - first) / np.float32(10),
                     "episode_index": np.full(len(own), index),
                     "task_index": np.full(len(own), index % 2),
                 }
@@ -587,9 +589,9 @@ def write_lerobot(folder, lengths, version=3):
                     f"videos/observation.video/{key}_index": n
                     for key, n in (("chunk", 0), ("file", file_index))
                 }
-                one |= {"dataset_from_index": int(own[0]), "stats/action/min": [0.0]}
+                one |= {"dataset_from_index": num_rows, "stats/action/min": [0.0]}
             about.append(one)
-            start += len(own)
+            start, num_rows = start + num_frames, num_rows + len(own)
         name = f"file-{file_index:03d}" if version == 3 else f"episode_{file_index:06d}"
         (folder / "data" / "chunk-000").mkdir(parents=True, exist_ok=True)
         table = pyarrow.concat_tables([pyarrow.table(one) for one in tables])
@@ -639,7 +641,7 @@ def test_a_lerobot_dataset(form, version, tmp_path, monkeypatch):
     monkeypatch.setattr(arrays, "BLOCK_BYTES", 2500)
     root, replay = write_lerobot(tmp_path / "d", LENGTHS, version), buffer(form)
     source = datasets.open_lerobot(root)
-    assert (source.tasks, source.total_steps) == (["task 0", "task 1"], 13)
+    assert (source.tasks, source.total_steps) == ({0: "task 0", 1: "task 1"}, 13)
     extras = {"task": "task_index", "time": "timestamp"}
     state = datasets.from_arrays(source, replay, names={"extras": extras})
     obs = state.rows.steps.obs
@@ -715,12 +717,176 @@ def test_lerobot_datasets_that_are_damaged(tmp_path):
         ("meta/info.json", lambda x: x[:30], "open_lerobot: .*d is no dataset"),
         ("meta/info.json", lambda x: x.replace(b"v3", b"v9"), "it has version v9; known are v2"),
         ("meta/info.json", lambda x: x.replace(b'"fps"', b'"f"'), "there is no 'fps'"),
-        ("meta/info.json", lambda x: x.replace(b'"fps": 10', b'"fps": 99'), "has no frame at"),
         ("meta/info.json", lambda x: x.replace(b'"action"', b'"act"'), "there is no array actions"),
     ):
         mend = changed(path, change)
         refused(message)
         mend()
+
+
+@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize("kept", [slice(2, None), slice(None, None, 2), slice(3, 4)])
+def test_frames_of_lerobot_are_those_at_the_timestamps(kept, version, tmp_path):
+    """Of a dataset whose rows were cut at the beginning, or thinned out."""
+    lengths = [6, 5, 8]
+    source = datasets.open_lerobot(write_lerobot(tmp_path / "d", lengths, version, kept))
+    for own, numbers in zip(
+        source.values(), np.split(np.arange(19), np.cumsum(lengths)[:-1]), strict=True
+    ):
+        obs = own["observations"]
+        state, video = (obs[name][: len(numbers[kept])] for name in ("state", "video"))
+        assert state[:, 0].tolist() == numbers[kept].tolist()
+        # as from_arrays does, a few rows at a time
+        parts = [video, *(obs["video"][at : at + 2] for at in range(0, len(state), 2))]
+        for number, frames in (
+            (state[:, 0], parts[0]),
+            (state[:, 0], np.concatenate(parts[1:])),
+        ):
+            assert np.abs(frames.mean(axis=(1, 2, 3)) - 10 * number).max() < 3  # it is lossy
+
+
+def test_rows_of_lerobot_without_a_frame_are_refused(tmp_path):
+    pytest.importorskip("pyarrow", reason="the lerobot extra is not installed")
+    import pyarrow
+    from pyarrow import parquet
+
+    root = write_lerobot(tmp_path / "d", LENGTHS)
+    data = root / "data" / "chunk-000" / "file-000.parquet"
+    table = parquet.read_table(data)
+    column = table.column_names.index("timestamp")
+    for times, time in (
+        ([0, 0.1, 0.2, 9.3, 0.1], "9.300"),
+        ([0, 0.1, 0.26, 0.16, 0.1], "0.160"),  # a frame before: times must not fall
+        ([-0.06, 0.1, 0.2, 0.3, 0.1], "-0.060"),
+    ):
+        times = pyarrow.array(np.float32(times))
+        parquet.write_table(table.set_column(column, "timestamp", times), data)
+        with pytest.raises(ValueError, match=f"file-000.mp4 has no frame at {time} seconds"):
+            datasets.open_lerobot(root)["0"]["observation.video"][:4]
+    info = root / "meta" / "info.json"
+    info.write_text(info.read_text().replace('"timestamp"', '"time"'))
+    with pytest.raises(ValueError, match="has no column timestamp"):
+        datasets.open_lerobot(root)["0"]["observation.video"][:4]
+
+
+def write_video(path, form, numbers, width=70):
+    """Write frames of a number each, losslessly, in a form of pixels: gray ones, or [H, W, C]."""
+    av = pytest.importorskip("av", reason="the lerobot extra is not installed")
+    codec, container = ("png", "mov") if form.endswith(("be", "pal8")) else ("ffv1", "matroska")
+    with av.open(str(path), "w", format=container) as file:
+        stream = file.add_stream(codec, 10)
+        stream.width, stream.height, stream.pix_fmt = width, 16, form
+        for at, number in enumerate(numbers):
+            frame = av.VideoFrame(width, 16, form)
+            for nth_plane, plane in enumerate(frame.planes):
+                kind = "u1" if form in ("gray", "pal8") else ">u2" if form[-2:] == "be" else "<u2"
+                size = plane.buffer_size // np.dtype(kind).itemsize
+                is_palette = form == "pal8" and nth_plane
+                values = np.arange(size) if is_palette else np.full(size, number)
+                plane.update(values.astype(kind).tobytes())
+            frame.pts = at
+            file.mux(stream.encode(frame))
+        file.mux(stream.encode())
+
+
+def test_depths_in_videos_of_lerobot_are_numbers(tmp_path):
+    """Not colors of 8 bits. 1839 is 7 * 256 + 47."""
+    root = write_lerobot(tmp_path / "d", [3, 2])
+    info_file, video = root / "meta" / "info.json", "videos/observation.video/chunk-000"
+    whole = json.loads(info_file.read_text())
+
+    def frames(form, numbers, **info):
+        write_video(root / video / "file-000.mp4", form, numbers)
+        whole["features"]["observation.video"] |= info
+        info_file.write_text(json.dumps(whole))
+        for name in info:
+            del whole["features"]["observation.video"][name]
+        return datasets.open_lerobot(root)["0"]["observations"]["video"][:3]
+
+    depth = {"info": {"is_depth_map": True, "video.is_depth_map": False}}
+    older = {"video_info": {"video.is_depth_map": True}}
+    for form, numbers, kind, info in (
+        ("gray16le", [1839, 0, 65535], np.uint16, depth),
+        ("gray16be", [1839, 0, 65535], np.uint16, older),
+        ("gray12le", [1839, 0, 4095], np.uint16, {}),
+        ("gray12le", [1839, 0, 4095], np.uint16, depth),
+        ("gray10le", [839, 0, 1023], np.uint16, {}),
+        ("gray", [39, 0, 255], np.uint8, depth),
+    ):
+        read = frames(form, numbers, **info)
+        assert (read.shape, read.dtype) == ((3, 16, 70, 1), kind)
+        assert (read == np.reshape(numbers, (3, 1, 1, 1))).all()
+    read = frames("gray", [39, 0, 255], info={"is_depth_map": False})
+    assert (read.shape, read.dtype) == ((3, 16, 70, 3), np.uint8)
+    assert (read == np.reshape([39, 0, 255], (3, 1, 1, 1))).all()
+    colors = np.array([[6, 5, 4], [2, 1, 0], [254, 253, 252]]).reshape(3, 1, 1, 3)
+    assert (frames("pal8", [1, 0, 63]) == colors).all()  # entries of 4 bytes: 0, 1, 2, ...
+    # LeRobot's quanta: from 1 m in steps of 1 mm; and from 0 m, where depth + 1 m is doubled thrice
+    keys = "video.depth_min", "video.depth_max", "video.shift", "video.use_log"
+    for values, numbers, depths in (
+        ((1.0, 5.095, 3.5, False), [0, 839, 4095], [1000, 1839, 5095]),
+        ((0.0, 7.0, 1.0, True), [1365, 2730, 4095], [1000, 3000, 7000]),
+    ):
+        quantized = {"info": {"is_depth_map": True} | dict(zip(keys, values, strict=True))}
+        read = frames("gray12le", numbers, **quantized)
+        assert (read.shape, read.dtype) == ((3, 16, 70, 1), np.uint16)
+        assert (read == np.reshape(depths, (3, 1, 1, 1))).all()
+    some = {"info": {"is_depth_map": True, "video.use_log": False}}
+    for form, info, message in (
+        ("gray16le", quantized, "observation.video: depths are quantized to 12 bits by .*gray16le"),
+        ("gray12le", some, "observation.video: depths are quantized .*info.json {'is_depth_map'"),
+        ("yuv420p", depth, "observation.video: .*file-000.mp4 has a depth map in the form yuv420p"),
+        ("yuv420p10le", {}, "observation.video: .*file-000.mp4 has frames in the form yuv420p10le"),
+        ("gbrp12le", {}, "observation.video: .* has frames in the form gbrp12le; expected gray or"),
+        ("bgra", {}, "observation.video: .*has frames in the form bgra; .*-pix_fmt yuv420p, or"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            frames(form, [0, 1, 2], **info)
+
+
+def test_tasks_of_lerobot_are_found_by_their_numbers(tmp_path):
+    """Of version 2, in lines of JSON with other lines, and of version 3, whose texts are the index
+    of a data frame."""
+    pytest.importorskip("pyarrow", reason="the lerobot extra is not installed")
+    import pyarrow
+    from pyarrow import parquet
+
+    root = write_lerobot(tmp_path / "d", LENGTHS, 2)
+    tasks = root / "meta" / "tasks.jsonl"
+    lines = [{"task_index": 7, "task": "lift\u2028it"}, {"task_index": 3, "task": "lever \u00fc"}]
+    first, second = (json.dumps(line, ensure_ascii=False) for line in lines)
+    tasks.write_bytes(f"{first}\n \r\n\n{second}\n".encode())
+    assert datasets.open_lerobot(root).tasks == {3: "lever \u00fc", 7: "lift\u2028it"}
+    tasks.write_text(f"{first}\n\n{second[:-3]}\n")
+    with pytest.raises(ValueError, match=r"open_lerobot: .*d is no dataset: .*tasks.jsonl: line 3"):
+        datasets.open_lerobot(root)
+    root = write_lerobot(tmp_path / "e", LENGTHS, 3)
+    for name in ("task", "__index_level_0__", "text"):
+        table = {"task_index": [4, 0], name: ["d", "a"]}
+        parquet.write_table(pyarrow.table(table), root / "meta" / "tasks.parquet")
+        if name != "text":
+            assert datasets.open_lerobot(root).tasks == {0: "a", 4: "d"}
+    with pytest.raises(ValueError, match=r"open_lerobot: .*e: there is no '__index_level_0__'"):
+        datasets.open_lerobot(root)
+
+
+def test_a_lerobot_dataset_names_no_file_beyond_its_folder(tmp_path):
+    """A link in the folder is the user's own, as in a cache of downloads."""
+    root, replay = write_lerobot(tmp_path / "d", LENGTHS), buffer("next_step")
+    video, info = root / "videos" / "observation.video" / "chunk-000", root / "meta" / "info.json"
+    whole = info.read_text()
+    (video / "file-000.mp4").rename(tmp_path / "file-000.mp4")
+    (video / "file-000.mp4").symlink_to(tmp_path / "file-000.mp4")
+    assert len(datasets.open_lerobot(root)["0"]["observation.video"][:4]) == 4
+    for key, path in (
+        ("video_path", f"{tmp_path}/file-{{file_index:03d}}.mp4"),
+        ("video_path", "../file-{file_index:03d}.mp4"),
+        ("video_path", "videos/../../d2/file.mp4"),
+        ("data_path", f"{tmp_path}/file-{{file_index:03d}}.parquet"),
+    ):
+        info.write_text(json.dumps(json.loads(whole) | {key: path}))
+        with pytest.raises(ValueError, match=r"from_arrays: .* is not below .*d, whose data name"):
+            datasets.from_arrays(datasets.open_lerobot(root), replay)
 
 
 def test_images_of_parquet(tmp_path, monkeypatch):
