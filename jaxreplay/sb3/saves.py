@@ -94,8 +94,8 @@ def resume(path: Any, model: M, step: int | None = None) -> M:
 
     Args:
       path: The path of the callback.
-      model: A new model, made as the saved one was. The result has its class, its replay buffer,
-        and its envs unless the checkpoint has some.
+      model: A new model, made as the saved one was. The result has its class, its devices, its
+        replay buffer, and its envs unless the checkpoint has some.
       step: Number of env steps of the checkpoint. Default: the newest.
 
     Returns:
@@ -129,7 +129,8 @@ def resume(path: Any, model: M, step: int | None = None) -> M:
         force_reset=not has_envs,
     )
     restored.buffer_size, restored.replay_buffer_kwargs = model.buffer_size, options
-    vars(buffer).update(rest | {"rows": buffer.rows})
+    of_this_machine = "device", "storage_device", "rows"
+    vars(buffer).update(rest | {name: getattr(buffer, name) for name in of_this_machine})
     buffer._begin(state)
     restored.replay_buffer = buffer
     if hasattr(buffer, "env"):  # for hindsight

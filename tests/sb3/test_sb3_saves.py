@@ -100,6 +100,22 @@ def test_without_the_envs_they_are_reset(tmp_path):
         dqn().learn(50, callback=sb3.SaveCallback(tmp_path, save_freq=10))
 
 
+def test_a_resumed_buffer_stays_on_the_devices_of_the_new_one(tmp_path):
+    """Those of the machine that saved it need not be here."""
+    there = dqn(replay_buffer_kwargs={"storage_device": "cpu"})
+    there.replay_buffer.device = torch.device("cuda:7")
+    there.replay_buffer.add(*(np.zeros((1, 4), np.float32),) * 2, *np.zeros((3, 1)), [{}])
+    callback = sb3.SaveCallback(tmp_path, save_freq=1)
+    callback.init_callback(there)
+    callback.on_training_start({}, {})
+    callback._save()
+    here = dqn()
+    here.replay_buffer.device = torch.device("meta")
+    buffer = sb3.resume(tmp_path, here).replay_buffer
+    assert (buffer.device, buffer.storage_device) == (torch.device("meta"), None)
+    assert buffer.sample(4).rewards.device.type == "meta"
+
+
 def test_what_cannot_be_resumed_is_named(tmp_path):
     dqn().learn(30, callback=sb3.SaveCallback(tmp_path, save_freq=10))
     with refused("resume: the saved replay buffer is .* make it with the same arguments"):
