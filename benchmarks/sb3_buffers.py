@@ -34,7 +34,8 @@ class _Env:
 def prepare(case: Case) -> Callable[[], float]:
     """Prepare a form: "ours" or "theirs"."""
     torch.set_num_threads(1)
-    options = {"env": _Env()} if case.buffer == "HerReplayBuffer" else {}
+    needed = {"HerReplayBuffer": {"env": _Env()}, "NStepReplayBuffer": {"gamma": 0.99}}
+    options: dict = needed.get(case.buffer, {})
     theirs = (
         HerReplayBuffer if case.buffer == "HerReplayBuffer" else getattr(buffers, case.buffer, None)
     )

@@ -114,7 +114,9 @@ class NStepReplayBuffer(DropInBuffer):
           stored in 32 bits, unless `jax_enable_x64` is set, and sampled in 64 bits.
         - `action_space`: Action space of one env; 64-bit integers likewise.
       n_steps: Most steps of a transition. Default: 3.
-      gamma: Discount factor in [0, 1] of one step; must be the model's. Default: 0.99.
+      gamma: Discount factor in [0, 1] of one step, which must be the model's: Stable-Baselines3
+        does not pass it. Default: None, for one step alone; the samples' `discounts` are None then,
+        and the algorithm takes its own.
       **kwargs: What Stable-Baselines3 passes by name, the last three from `replay_buffer_kwargs`:
 
         - `device`: PyTorch device of sampled batches. Default: "auto", a GPU if there is one.
@@ -128,26 +130,37 @@ class NStepReplayBuffer(DropInBuffer):
         - `rows`: Where the rows lie: "device", "host", or the path of a folder. Default: "device".
 
     Raises:
-      ValueError: `n_steps` or `gamma` is out of range, or `optimize_memory_usage` is set.
+      ValueError: `n_steps` or `gamma` is out of range, `gamma` is missing with several steps, or
+        `optimize_memory_usage` is set.
     """
 
-    def __init__(self, *args: Any, n_steps: int = 3, gamma: float = 0.99, **kwargs: Any):
-        self.n_steps, self.gamma = n_steps, float(gamma)
+    def __init__(self, *args: Any, n_steps: int = 3, gamma: float | None = None, **kwargs: Any):
+        if gamma is None and n_steps != 1:
+            raise ValueError(
+                f"{type(self).__name__}: n_steps={n_steps} needs the model's gamma, which "
+                f"Stable-Baselines3 does not pass: replay_buffer_kwargs={{'n_steps': {n_steps}, "
+                "'gamma': 0.99}}"
+            )
+        self.n_steps, self.gamma = n_steps, gamma if gamma is None else float(gamma)
         super().__init__(*args, **kwargs)
 
     def _view(self) -> SB3View:
-        return SB3View(n_step=self.n_steps, gamma=self.gamma, has_steps=True)
+        gamma = 1.0 if self.gamma is None else self.gamma  # of one step, which needs none
+        return SB3View(n_step=self.n_steps, gamma=gamma, has_steps=True)
 
     def _samples(self, item: PyTree, env: VecNormalize | None) -> Any:
+        samples = super()._samples(item, env)
+        if self.gamma is None:
+            return samples
         discounts = self.gamma ** np.asarray(item.num_steps).astype(np.float32)
-        return super()._samples(item, env)._replace(discounts=self.to_torch(discounts))
+        return samples._replace(discounts=self.to_torch(discounts))
 
     def _normalized_reward(self, item: PyTree, env: VecNormalize) -> np.ndarray:
         # as in Stable-Baselines3, each reward is normalized and clipped before the sum
         steps = np.arange(self.n_steps, dtype=np.float32)
         rewards = (
             self._normalize_reward(np.asarray(item.rewards), env)
-            * self.gamma**steps
+            * self._view().gamma ** steps
             * (steps < np.asarray(item.num_steps))
         )
         return rewards.sum(axis=1, keepdims=True)
@@ -162,7 +175,8 @@ class PrioritizedSamples(NamedTuple):
       next_observations: Observations after the last step of each transition, as `observations`.
       dones: float32[B, 1], 1 where the transition ends in a termination.
       rewards: float32[B, 1], the sum of gamma**j * r_j over the steps of each transition.
-      discounts: float32[B, 1], gamma**k for a transition of k steps.
+      discounts: float32[B, 1], gamma**k for a transition of k steps; None if the buffer has no
+        `gamma`.
       weights: float32[B, 1], importance weights; the largest of the batch is 1.
       indices: The transitions' rows, for `update_priorities`, leaves [B].
     """
@@ -172,7 +186,7 @@ class PrioritizedSamples(NamedTuple):
     next_observations: Any
     dones: torch.Tensor
     rewards: torch.Tensor
-    discounts: torch.Tensor
+    discounts: torch.Tensor | None
     weights: torch.Tensor
     indices: Index
 
@@ -197,7 +211,8 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         raised towards 1 while learning. Default: 0.4.
       epsilon: Added to every priority in `update_priorities`, so that none is 0. Default: 1e-6.
       n_steps: Most steps of a transition. Default: 1.
-      gamma: Discount factor in [0, 1] of one step; must be the model's. Default: 0.99.
+      gamma: As for `NStepReplayBuffer`; `PrioritizedDQN` passes its own. Default: None, for one
+        step alone.
       **kwargs: What Stable-Baselines3 passes by name, the last three from `replay_buffer_kwargs`:
 
         - `device`: PyTorch device of sampled batches. Default: "auto", a GPU if there is one.
@@ -224,7 +239,7 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         beta: float = 0.4,
         epsilon: float = 1e-6,
         n_steps: int = 1,
-        gamma: float = 0.99,
+        gamma: float | None = None,
         **kwargs: Any,
     ):
         self.alpha, self.beta, self.epsilon = float(alpha), float(beta), float(epsilon)

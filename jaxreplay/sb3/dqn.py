@@ -107,6 +107,7 @@ class PrioritizedDQN(DQN):
         losses = []
         for _ in range(gradient_steps):
             batch = buffer.sample(batch_size, env=self._vec_normalize_env)
+            assert batch.discounts is not None
             with torch.no_grad():
                 next_value = (
                     self.q_net_target(batch.next_observations).max(dim=1, keepdim=True).values

@@ -199,7 +199,9 @@ class PrioritizedHerReplayBuffer(HerReplayBuffer, PrioritizedReplayBuffer):  # t
         raised towards 1 while learning. Default: 0.4.
       epsilon: Added to every priority in `update_priorities`, so that none is 0. Default: 1e-6.
       n_steps: Must be 1: the env computes rewards of single steps. Default: 1.
-      gamma: Discount factor in [0, 1] of one step; must be the model's. Default: 0.99.
+      gamma: Discount factor in [0, 1] of one step, which must be the model's; `PrioritizedDQN`
+        passes its own. Default: None: the samples' `discounts` are None then, and the algorithm
+        takes its own.
       **kwargs: Options of `HerReplayBuffer`:
 
         - `env`: The `VecEnv` whose first env computes rewards. Stable-Baselines3 passes it.
@@ -220,7 +222,7 @@ class PrioritizedHerReplayBuffer(HerReplayBuffer, PrioritizedReplayBuffer):  # t
         beta: float = 0.4,
         epsilon: float = 1e-6,
         n_steps: int = 1,
-        gamma: float = 0.99,
+        gamma: float | None = None,
         **kwargs: Any,
     ):
         if n_steps != 1:
@@ -229,7 +231,7 @@ class PrioritizedHerReplayBuffer(HerReplayBuffer, PrioritizedReplayBuffer):  # t
                 f"out n_steps={n_steps}"
             )
         self.alpha, self.beta, self.epsilon = float(alpha), float(beta), float(epsilon)
-        self.gamma = float(gamma)
+        self.gamma = gamma if gamma is None else float(gamma)
         HerReplayBuffer.__init__(self, *args, **kwargs)
 
     _samples = DropInBuffer._samples
@@ -246,7 +248,8 @@ class PrioritizedHerReplayBuffer(HerReplayBuffer, PrioritizedReplayBuffer):  # t
             )
         weight = (probability.min() / probability) ** np.float32(self.beta)
         columns = self._samples(item, env)._asdict()
-        columns["discounts"] = self.to_torch(np.full((len(weight), 1), self.gamma, np.float32))
+        if self.gamma is not None:
+            columns["discounts"] = self.to_torch(np.full((len(weight), 1), self.gamma, np.float32))
         return PrioritizedSamples(**columns, weights=self.to_torch(weight[:, None]), indices=index)
 
 

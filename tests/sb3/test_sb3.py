@@ -183,7 +183,9 @@ def test_every_transition_is_the_same(kind):
     steps = 10_000 if SOAK else 1_000 if ALL else 150
     space = DICT if kind == "DictReplayBuffer" else VECTOR
     for handle in (True, False):
-        ours, other = pair(kind, space, BOX, 2 * steps, handle_timeout_termination=handle)
+        options = {"gamma": 0.99} if kind == "NStepReplayBuffer" else {}
+        options |= {"handle_timeout_termination": handle}
+        ours, other = pair(kind, space, BOX, 2 * steps, **options)
         added_to([ours, other], stream(space, BOX, 1, steps, reset=0))
         got, expected = (buffer._get_samples(np.arange(steps)) for buffer in (ours, other))
         if kind == "NStepReplayBuffer":  # it sums in another order
@@ -296,7 +298,8 @@ def test_whole_runs_are_the_same(algorithm, env_id, n_steps):
 )
 def test_steps_that_wait_and_are_saved_are_as_if_added_at_once(kind, n_envs):
     space = DICT if kind == "DictReplayBuffer" else VECTOR
-    waits, at_once = (getattr(sb3, kind)(30 * n_envs, space, BOX, n_envs=n_envs) for _ in range(2))
+    options = {"n_envs": n_envs} | ({"gamma": 0.99} if kind == "NStepReplayBuffer" else {})
+    waits, at_once = (getattr(sb3, kind)(30 * n_envs, space, BOX, **options) for _ in range(2))
     for number, step in enumerate(stream(space, BOX, n_envs, 120)):
         added_to([waits, at_once], [step])
         at_once._flush()
@@ -335,6 +338,9 @@ def test_reset_extend_and_the_empty_buffer():
 def test_bad_options_are_refused():
     with refused("stored once here; leave out optimize_memory_usage"):
         sb3.ReplayBuffer(50, VECTOR, BOX, optimize_memory_usage=True)
+    for kind in (sb3.NStepReplayBuffer, sb3.PrioritizedReplayBuffer):
+        with refused(r"n_steps=3 needs the model's gamma, .*kwargs={'n_steps': 3, 'gamma': 0.99}"):
+            kind(50, VECTOR, BOX, n_steps=3)
     with refused("not a Dict; use ReplayBuffer"):
         sb3.DictReplayBuffer(50, VECTOR, BOX)
     with refused("abacus", RuntimeError):
@@ -387,7 +393,7 @@ def test_without_stable_baselines3_the_error_names_the_extra(monkeypatch):
 
 
 def test_an_add_and_a_sample_are_in_place():
-    ours = sb3.NStepReplayBuffer(1 << 16, VECTOR, BOX, n_envs=2)
+    ours = sb3.NStepReplayBuffer(1 << 16, VECTOR, BOX, n_envs=2, gamma=0.99)
     steps = jax.tree.map(lambda leaf: np.zeros((4, 2, *leaf.shape), leaf.dtype), ours._example())
     flags, rows = np.zeros((4, 2), bool), np.zeros((2, 8), np.int32)
     options = {"num_elements": 1 << 16, **options_here()}

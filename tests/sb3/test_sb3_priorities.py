@@ -34,7 +34,9 @@ def masses_of(buffer):
 def filled():
     """Return a buffer of four steps, and steps to go on with."""
     steps = numbered(1, 200)
-    ours = sb3.PrioritizedReplayBuffer(100, NUMBER, BOX, alpha=0.5, beta=0.7, epsilon=0.0)
+    ours = sb3.PrioritizedReplayBuffer(
+        100, NUMBER, BOX, alpha=0.5, beta=0.7, epsilon=0.0, gamma=0.9
+    )
     added_to([ours], itertools.islice(steps, 4))
     return ours, steps
 
@@ -44,7 +46,7 @@ def test_priorities_decide_what_is_drawn():
     seen = ours.sample(8000)
     assert set(seen.observations[:, 0].tolist()) == {0, 1, 2, 3}  # new rows have equal priorities
     assert seen.weights.tolist() == [[1]] * 8000
-    assert seen.discounts[:, 0].tolist() == pytest.approx([0.99] * 8000)
+    assert seen.discounts[:, 0].tolist() == pytest.approx([0.9] * 8000)
     # priority ** alpha is 1, 2, 3 and 4
     ours.update_priorities(seen.indices, (seen.observations[:, 0] + 1) ** 2)
     batch = ours.sample(np.int64(8000))
@@ -135,8 +137,23 @@ def test_prioritized_dqn_with_alpha_0_and_beta_0_is_dqn():
     torch.testing.assert_close(params_of(plain), params_of(model))
 
 
+def test_one_step_has_the_gamma_of_the_model():
+    """Which no buffer is told: a buffer of one step leaves the discounts to the algorithm."""
+    ours = sb3.PrioritizedReplayBuffer(100, NUMBER, BOX, alpha=0.5, beta=0.7, epsilon=0.0)
+    added_to([ours], itertools.islice(numbered(1, 200), 4))
+    assert ours.sample(8000).discounts is None
+    found = []
+    for options in (
+        {"replay_buffer_class": sb3.ReplayBuffer},
+        {"replay_buffer_class": sb3.NStepReplayBuffer, "replay_buffer_kwargs": {"n_steps": 1}},
+    ):
+        model = DQN("MlpPolicy", "CartPole-v1", gamma=0.5, **OPTIONS, **options)
+        found.append(params_of(model.learn(20)))
+    assert torch.equal(*found)
+
+
 def test_a_draw_is_in_place():
-    ours = sb3.PrioritizedReplayBuffer(1 << 16, VECTOR, BOX, n_steps=3)
+    ours = sb3.PrioritizedReplayBuffer(1 << 16, VECTOR, BOX, n_steps=3, gamma=0.99)
     draw = (np.uint32(0), np.uint32(0))
     sample = owner._sample[0].__wrapped__
     check_in_place(

@@ -20,9 +20,11 @@ SIZE = 60
 KINDS = {
     "dict": lambda **rows: sb3.DictReplayBuffer(SIZE, DICT, BOX, n_envs=3, **rows),
     "priorities": lambda **rows: sb3.PrioritizedReplayBuffer(
-        SIZE, VECTOR, BOX, n_envs=3, n_steps=3, **rows
+        SIZE, VECTOR, BOX, n_envs=3, n_steps=3, gamma=0.99, **rows
     ),
-    "n steps": lambda **rows: sb3.NStepReplayBuffer(SIZE, VECTOR, BOX, n_envs=1, **rows),
+    "n steps": lambda **rows: sb3.NStepReplayBuffer(
+        SIZE, VECTOR, BOX, n_envs=1, gamma=0.99, **rows
+    ),
 }
 
 
@@ -87,9 +89,8 @@ def test_goals_are_the_same_wherever_the_rows_lie(kind, tmp_path):
 def test_a_folder_goes_on_if_it_is_resumed_and_else_begins_anew(tmp_path):
     folder, saved = tmp_path / "rows", tmp_path / "saved"
     options = {"buffer_size": 100, "num_envs": 2}
-    made = functools.partial(
-        saves.dqn, **options, replay_buffer_kwargs={"rows": folder, "n_steps": 2}
-    )
+    given = {"rows": folder, "n_steps": 2, "gamma": 0.99}
+    made = functools.partial(saves.dqn, **options, replay_buffer_kwargs=given)
     made = functools.partial(made, kind=sb3.NStepReplayBuffer)
     model = made()
     model.learn(60, callback=sb3.SaveCallback(saved, save_freq=40))
