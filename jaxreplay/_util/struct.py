@@ -37,7 +37,7 @@ class Static:
         object that may hold what is traced.
 
         Args:
-          values: Values by name.
+          values: Values by name. `Static.given`: those of no call.
         """
         other = copy.copy(self)
         parts = self._static_fields().items()

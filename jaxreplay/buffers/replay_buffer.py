@@ -120,10 +120,10 @@ class ReplayBuffer(Static, Generic[T]):
 
     @functools.cached_property
     def _outline(self) -> "ReplayBuffer[Any]":
-        """A buffer with the same states, without the functions of the view. They may hold traced
-        arrays, which a cache must not keep."""
+        """A buffer with the same states, without the functions of the view and the parameters of a
+        call. They may hold traced arrays, which a cache must not keep."""
         outline = Outline(rows=self.view.window, reads_steps=self.view.needs_steps)
-        return dataclasses.replace(self, view=outline)
+        return dataclasses.replace(self.with_given(Static.given), view=outline)
 
     @property
     def length(self) -> int:
@@ -366,14 +366,7 @@ class ReplayBuffer(Static, Generic[T]):
         state = check_donated("pop", self, state)
         return self._draw("pop", state, key, batch_size, options)
 
-    def _draw(
-        self,
-        where: str,
-        state: ReplayState,
-        key: Key | None,
-        batch_size: int | None,
-        options: Any,
-    ) -> tuple[ReplayState, Sample[T]]:
+    def _draw(self, where, state, key, batch_size, options) -> tuple[ReplayState, Sample[T]]:
         if key is None:
             raise TypeError(
                 f"{where}: needs a state and a key: buffer.{where}(state, jax.random.key(0)); "
