@@ -224,7 +224,8 @@ class Chunk(Node):
 
 class SampleOptions(TypedDict, total=False):
     """Parameters of one call of `sample`, in place of the buffer's. All may be traced, so that a
-    new value compiles nothing, and a population may give each member its own.
+    new value compiles nothing, and a population may give each member its own. Numbers out of range
+    are refused, unless they are traced.
 
     Args:
       beta: float[], at least 0: how far `weight` corrects the bias of prioritized sampling, 0 not
@@ -235,7 +236,8 @@ class SampleOptions(TypedDict, total=False):
         buffer's.
       fractions: Mapping of float[], at least 0, by name: what part of a batch each sampler of a
         `jaxreplay.blend`, or each member of a `jaxreplay.mix`, gives. They are divided by their
-        sum. Default: those of the blend, or the numbers of the mixture.
+        sum. Those of a blend inside have its name before theirs, `{"old.uniform": 1,
+        "old.priority": 3}`. Default: those of the blend, or the numbers of the mixture.
     """
 
     beta: Any

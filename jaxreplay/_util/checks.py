@@ -5,6 +5,7 @@ import functools
 import inspect
 import os
 import warnings
+from numbers import Real
 from typing import Any
 
 import jax
@@ -53,6 +54,15 @@ def check_size(where: str, name: str, value: Any) -> None:
     """Raise a ValueError unless a size is an int of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
         raise ValueError(f"{where}: {name} must be an int of at least 1, got {value!r}")
+
+
+def check_range(where: str, name: str, value: Any, low: float, high: float) -> None:
+    """Raise a ValueError unless a number, or each of an array of NumPy, is finite and in a range.
+    Anything else is not looked at."""
+    known = np.asarray(value) if isinstance(value, Real | np.ndarray) else np.empty(0)
+    if not ((known >= low) & (known <= high) & (known < np.inf)).all():
+        limits = f"in [{low:g}, {high:g}]" if high < np.inf else f"finite and at least {low:g}"
+        raise ValueError(f"{where}: {name} must be {limits}, got {value}")
 
 
 def checked_seconds(where: str, timeout: Any, least: float = 0.0) -> float:

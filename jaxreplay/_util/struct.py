@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, dataclass_transform
 
 import jax
 
+from jaxreplay._util import checks
 from jaxreplay._util.hints import unknown_arguments
 from jaxreplay._util.names import kind_of, short
 
@@ -25,13 +26,28 @@ class Static:
     # names of the parameters that one call may give, and what it gave, which may be traced
     takes: ClassVar[tuple[str, ...]] = ()
     given: ClassVar[Mapping[str, Any]] = {}
+    # of some of them the name, the smallest value and the largest
+    ranges: ClassVar[tuple[tuple[str, float, float], ...]] = ()
 
     def all_takes(self) -> set[str]:
-        """Return the names of the parameters that one call may give, also to fields."""
-        return set(self.takes).union(*(part.all_takes() for part in self._static_fields().values()))
+        """Return the names of the parameters that one call may give, also to parts."""
+        return set(self.takes).union(*(part.all_takes() for part in self._static_parts()))
+
+    def check_given(self, where: str, values: Mapping[str, Any]) -> None:
+        """Raise a ValueError if a number of one call is out of range. Arrays of JAX are not looked
+        at: to read one may take long.
+
+        Args:
+          where: Name of the called method, for the error.
+          values: Values by name.
+        """
+        for name, low, high in self.ranges:
+            checks.check_range(where, name, values.get(name), low, high)
+        for part in self._static_parts():
+            part.check_given(where, values)
 
     def with_given(self, values: Mapping[str, Any]) -> Self:
-        """Return a copy with parameters of one call, also for fields.
+        """Return a copy with parameters of one call, also for parts.
 
         The copy is for use within that call. It equals only copies with the same `values`, an
         object that may hold what is traced.
@@ -40,13 +56,16 @@ class Static:
           values: Values by name. `Static.given`: those of no call.
         """
         other = copy.copy(self)
-        parts = self._static_fields().items()
-        vars(other).update({name: part.with_given(values) for name, part in parts}, given=values)
+        fields = {name: _with_given(value, values) for name, value in self._fields().items()}
+        vars(other).update(fields, given=values)
         return other
 
-    def _static_fields(self) -> dict[str, "Static"]:
-        fields = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))  # type: ignore[arg-type]
-        return {name: value for name, value in fields if isinstance(value, Static)}
+    def _static_parts(self) -> list["Static"]:
+        """Return the configurations in fields, and in tuples of fields."""
+        return _parts_in(tuple(self._fields().values()))
+
+    def _fields(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
@@ -86,6 +105,18 @@ class Static:
 
     def _check(self) -> None:
         """Raise a ValueError for invalid values. For subclasses to override."""
+
+
+def _parts_in(value: Any) -> list[Static]:
+    if isinstance(value, tuple):
+        return [part for one in value for part in _parts_in(one)]
+    return [value] if isinstance(value, Static) else []
+
+
+def _with_given(value: Any, values: Mapping[str, Any]) -> Any:
+    if isinstance(value, Static):
+        return value.with_given(values)
+    return tuple(_with_given(one, values) for one in value) if _parts_in(value) else value
 
 
 def _compare_given(cls: Any) -> None:

@@ -68,6 +68,7 @@ class IndexBuffer(ReplayBuffer[Any]):
           options: Its options.
         """
         method: Any = what if callable(what) else getattr(type(self), what)
+        self.check_given("sample" if callable(what) else what, options)
         size = {"batch_size": options.pop("batch_size")} if "batch_size" in options else {}
 
         def call(state: ReplayState, rest: Any, options: Any) -> Any:

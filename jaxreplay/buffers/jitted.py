@@ -214,6 +214,7 @@ def _method_of(buffer: Any, name: str) -> Callable[..., Any]:
         if takes_steps and arguments:
             arguments = (step_checks.by_field(arguments[0]), *arguments[1:])
         try:
+            buffer.check_given(name, options)
             if options.get("envs") is not None:  # numbers that are known here, but not in a program
                 step_checks.check_envs(name, options["envs"], state.layout, whole.num_envs)
             arguments, options = _owned(name, (arguments, options))

@@ -1,5 +1,6 @@
 """Batches with parts from several buffers: offline and online data, or one buffer a task."""
 
+from collections.abc import Mapping
 from typing import Any, Unpack
 
 import jax
@@ -12,7 +13,13 @@ from jaxreplay._util.struct import Static
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.step_checks import as_priority
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler
-from jaxreplay.samplers.blend import fractions_of, shares, taken
+from jaxreplay.samplers.shares import (
+    check_fractions,
+    fractions_of,
+    given_to_parts,
+    shares,
+    taken,
+)
 from jaxreplay.types import Index, Sample, SampleOptions
 
 
@@ -74,7 +81,8 @@ class Mixture(Static):
           key: Random key, consumed.
           options: Parameters of this call, as `jaxreplay.types.SampleOptions` says. `fractions` are
             those of the members, as of a `jaxreplay.blend`: B stays, and each member reads B items,
-            of which its part is taken. The others are for every member.
+            of which its part is taken. Those of a member's own blend are named after it:
+            `{"offline.uniform": 1, "offline.priority": 3}`. The others are for every member.
 
         Returns:
           A batch with leaves [B, ...]. Its `source` is the number of each item's member.
@@ -84,10 +92,15 @@ class Mixture(Static):
             other names.
         """
         self._check_names(states)
-        given = options.pop("fractions", None)
+        known = {name: one for name, one in options.items() if one is not None}
+        self.check_given("sample", known)
+        own, of_member = given_to_parts(known, self._buffers)
+        given = own.get("fractions")
         keys = jax.random.split(key, len(self.members))
         batches = [
-            buffer.sample(states[name], key, size if given is None else self.batch_size, **options)
+            buffer.sample(
+                states[name], key, size if given is None else self.batch_size, **of_member[name]
+            )
             for (name, buffer, size), key in zip(self.members, keys, strict=True)
         ]
         for (name, _, _), batch in zip(self.members, batches, strict=True):
@@ -187,6 +200,17 @@ class Mixture(Static):
     def batch_size(self) -> int:
         """B, the number of items of all members in a batch."""
         return sum(size for _, _, size in self.members)
+
+    def check_given(self, where: str, values: Mapping[str, Any]) -> None:
+        """Raise a ValueError if a number of one call is out of range, for any member."""
+        own, of_member = given_to_parts(values, self._buffers)
+        check_fractions(where, own.get("fractions"))
+        for name, buffer in self._buffers.items():
+            buffer.check_given(where, of_member[name])
+
+    @property
+    def _buffers(self) -> dict[str, ReplayBuffer]:
+        return {name: buffer for name, buffer, _ in self.members}
 
     @property
     def _names(self) -> list[str]:

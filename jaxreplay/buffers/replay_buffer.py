@@ -89,6 +89,7 @@ class ReplayBuffer(Static, Generic[T]):
     num_agents: int | None = None
     platform: str | None = None
     takes = ("beta",)
+    ranges = (("beta", 0.0, float("inf")),)
 
     def _check(self) -> None:
         if self.platform is not None:
@@ -179,10 +180,8 @@ class ReplayBuffer(Static, Generic[T]):
         example = self._example("init", example)
         self.view.check("init", self.layout(), example)
         if isinstance(self.view, WrappedView):  # an error of its functions comes here
-            jax.eval_shape(
-                lambda key: self.get(self._empty(example), jnp.zeros(1, jnp.int32), key),
-                jax.random.key(0),
-            )
+            read = lambda key: self.get(self._empty(example), jnp.zeros(1, jnp.int32), key)
+            jax.eval_shape(read, jax.random.key(0))
         if not checks.is_tracing():  # while tracing, nothing is allocated yet
             memory.check_fits("init", self.memory(example))
         leaves, structure = jax.tree.flatten(example)
@@ -290,10 +289,9 @@ class ReplayBuffer(Static, Generic[T]):
         most = (self.length - self.window.length + 1) // state.layout.rows_per_step
         num_full, rest = divmod(time, most)
         if num_full + bool(rest) > 1:
-            chunks = jax.tree.map(
-                lambda leaf: leaf[: num_full * most].reshape((num_full, most, *leaf.shape[1:])),
-                block,
-            )
+            shape = lambda leaf: (num_full, most, *leaf.shape[1:])
+            divided = lambda leaf: leaf[: num_full * most].reshape(shape(leaf))
+            chunks = jax.tree.map(divided, block)
             state, _ = jax.lax.scan(
                 lambda state, chunk: (self._write(state, *chunk, envs=envs), None), state, chunks
             )
@@ -381,9 +379,8 @@ class ReplayBuffer(Static, Generic[T]):
         sampler, row, probability = self.sampler.sample(state.sampler, rows, key, batch_size)
         # while `can_sample` is False the batch is invalid, so nothing is consumed
         if isinstance(self.sampler, ConsumingSampler):
-            sampler = jax.tree.map(
-                lambda new, old: jnp.where(can_sample, new, old), sampler, state.sampler
-            )
+            kept = lambda new, old: jnp.where(can_sample, new, old)
+            sampler = jax.tree.map(kept, sampler, state.sampler)
         is_valid = can_sample & (probability > 0)
         batch = self._read(state, rows, row, probability, is_valid, key)
         return state.replace(sampler=sampler), batch
@@ -809,9 +806,8 @@ class ReplayBuffer(Static, Generic[T]):
             after = after.replace(counters=counters)
         effect = writes.effect_of(after, written)
         if priority is not None and state.layout.rows_per_step == 2:  # 0 for final rows
-            priority = jnp.stack([priority, jnp.zeros_like(priority)], axis=1).reshape(
-                -1, priority.shape[-1]
-            )
+            both = jnp.stack([priority, jnp.zeros_like(priority)], axis=1)
+            priority = both.reshape(-1, priority.shape[-1])
         if envs is not None:
             after = after.replace(counters=of_all.put(counters))
         return after.replace(sampler=self.sampler.observe(state.sampler, effect, priority))

@@ -268,12 +268,16 @@ def as_rows(where: str, index: Any, capacity: int) -> tuple[jax.Array, jax.Array
 
 
 def of_call(where: str, buffer: Any, options: Mapping[str, Any]) -> Any:
-    """Return a buffer with parameters of one call, or raise a TypeError.
+    """Return a buffer with parameters of one call.
 
     Args:
       where: Name of the called method, for the error.
       buffer: The buffer.
       options: Values by name; None for the buffer's own.
+
+    Raises:
+      TypeError: The buffer takes no such parameter.
+      ValueError: A value that is known is out of range.
     """
     known = buffer.all_takes()
     if unknown := [name for name in options if name not in known]:
@@ -282,7 +286,14 @@ def of_call(where: str, buffer: Any, options: Mapping[str, Any]) -> Any:
             f"{where}: {unknown[0]} is for another buffer: with {kinds} a call may give "
             f"{', '.join(sorted(known))}"
         )
+    known = lambda x: np.asarray(x) if _is_known(x) else x
+    buffer.check_given(where, jax.tree.map(known, dict(options)))
     return buffer.with_given({name: one for name, one in options.items() if one is not None})
+
+
+def _is_known(value: Any) -> bool:
+    is_array = isinstance(value, jax.Array) and not isinstance(value, Tracer)
+    return is_array and value.is_fully_addressable
 
 
 def of_items(given: Any, names: set[str], shape: tuple[int, ...]) -> dict[str, jax.Array]:

@@ -655,6 +655,7 @@ class Tiered:
           ValueError: As for `draw`.
         """
         _check_outside("sample", (state, key))
+        self.index.check_given("sample", options)
         plan = _draw(self.index, state, key, options, batch_size=batch_size)
         return made(plan, self.take(plan))
 

@@ -301,6 +301,7 @@ class Sharded(Static, Generic[T]):
           ValueError: `batch_size` cannot be divided.
         """
         self._own_specs("sample", state)
+        self.buffer.check_given("sample", options)
         local = self.local
         if batch_size is not None:
             part_of("sample", "batch_size", batch_size, self.num_shards)

@@ -1,5 +1,7 @@
 """Sampler of samplers over one store: each gives a part of every batch."""
 
+import copy
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,7 +11,7 @@ import numpy as np
 from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay.samplers.joined import Joined, is_at_least_0, own
 from jaxreplay.samplers.sampler import ConsumingSampler, Draw, Sampler
-from jaxreplay.samplers.shares import fractions_of, shares, taken
+from jaxreplay.samplers.shares import check_fractions, fractions_of, given_to_parts, shares, taken
 from jaxreplay.storage.sampleable import Sampleable
 
 
@@ -26,7 +28,8 @@ class Blend(Joined):
 
     Args:
       members: A tuple of (name, sampler, fraction), one for each sampler. Fractions are divided by
-        their sum; `sample(fractions=...)` overrides them.
+        their sum; `sample(fractions={...})` overrides them. If a sampler is a blend itself, its own
+        are named after it: `{"old.uniform": 1, "old.priority": 3}`.
       beta: Exponent of importance weights, at least 0. Default: that of the first sampler with
         priorities, else 0, so that all weights are 1.
 
@@ -63,6 +66,21 @@ class Blend(Joined):
     def parts(self) -> dict[str, Sampler]:
         """Samplers by name."""
         return {name: one for name, one, _ in self.members}
+
+    def check_given(self, where: str, values: Mapping[str, Any]) -> None:
+        own, of_part = given_to_parts(values, self.parts)
+        check_fractions(where, own.get("fractions"))
+        for name, one in self.parts.items():
+            one.check_given(where, of_part[name])
+
+    def with_given(self, values: Mapping[str, Any]) -> "Blend":
+        own, of_part = given_to_parts(values, self.parts)
+        members = tuple(
+            (name, one.with_given(of_part[name]), part) for name, one, part in self.members
+        )
+        other = copy.copy(self)
+        vars(other).update(members=members, given=own)
+        return other
 
     def identity(self) -> "Blend | None":
         """Return the parts that have a state."""

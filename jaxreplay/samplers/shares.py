@@ -1,21 +1,69 @@
 """Parts of a batch: how many items each member gives, and which of those that it draws."""
 
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from jaxreplay._util import random
 from jaxreplay._util.aliases import Key, PyTree
+from jaxreplay._util.struct import Static
 from jaxreplay.storage import ring
 
 _FOR_SHARES = 2  # the purpose of these random bits; the buffer has 0 and 1
 # An item has 1,024 units. Shares of a batch are whole numbers of units, whose sums are exact.
 _BITS = 10
 _UNITS = 1 << _BITS
+
+
+def given_to_parts(
+    values: Mapping[str, Any], parts: Mapping[str, Static]
+) -> tuple[Mapping[str, Any], dict[str, Mapping[str, Any]]]:
+    """Divide the parameters of a call between what has parts, and each part.
+
+    Fractions are of the parts: `{"new": 0.5, "old": 0.5}`. Those of a blend in a part have its name
+    before theirs, `{"old.uniform": 0.1, "old.priority": 0.9}`. Other parameters are for all.
+
+    Args:
+      values: Values by name.
+      parts: Parts by name.
+
+    Returns:
+      Its own values; those of each part, by its name.
+    """
+    if "fractions" not in values:
+        return values, dict.fromkeys(parts, values)
+    fractions, others = values["fractions"], {**values}
+    del others["fractions"]
+    if not isinstance(fractions, Mapping):
+        return values, dict.fromkeys(parts, others)
+    own, inner = {}, {name: {} for name in parts}
+    for path, fraction in fractions.items():
+        name, _, rest = str(path).partition(".")
+        is_inner = rest and name in parts and "fractions" in parts[name].all_takes()
+        (inner[name] if is_inner else own)[rest if is_inner else path] = fraction
+    has_own = own or not any(inner.values())
+    return (
+        others | {"fractions": own} if has_own else others,
+        {name: others | {"fractions": one} if one else others for name, one in inner.items()},
+    )
+
+
+def check_fractions(where: str, fractions: Any) -> None:
+    """Raise a ValueError if known fractions of a call are all 0, or one of them is negative."""
+    if not isinstance(fractions, Mapping):
+        return
+    values = [np.asarray(one) for one in fractions.values() if isinstance(one, Real | np.ndarray)]
+    is_bad = not all(((one >= 0) & (one < np.inf)).all() for one in values)
+    if is_bad or (
+        values and len(values) == len(fractions) and not any(one.any() for one in values)
+    ):
+        raise ValueError(
+            f"{where}: fractions must be at least 0, and one of them positive; got {fractions}"
+        )
 
 
 def fractions_of(where: str, fractions: Any, names: Sequence[str]) -> jax.Array:
@@ -27,8 +75,7 @@ def fractions_of(where: str, fractions: Any, names: Sequence[str]) -> jax.Array:
       names: The M names.
 
     Raises:
-      ValueError: The names are others, a fraction is no number, or all that are known are 0 or one
-        is negative.
+      ValueError: The names are others, or a fraction is no number.
     """
     if not isinstance(fractions, Mapping) or set(fractions) != set(names):
         got = ", ".join(map(str, fractions)) if isinstance(fractions, Mapping) else repr(fractions)
@@ -37,11 +84,6 @@ def fractions_of(where: str, fractions: Any, names: Sequence[str]) -> jax.Array:
             f"got {got}"
         )
     values = [fractions[name] for name in names]
-    is_known = not any(isinstance(one, Tracer) for one in values) and np.ndim(values) == 1
-    if is_known and not (min(map(float, values)) >= 0 and sum(map(float, values)) > 0):
-        raise ValueError(
-            f"{where}: fractions must be at least 0, and one of them positive; got {fractions}"
-        )
     found = jnp.stack([jnp.asarray(one, jnp.float32) for one in values])
     if found.ndim != 1:
         raise ValueError(f"{where}: each fraction must be one number, got {found.shape[1:]}")

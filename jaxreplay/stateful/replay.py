@@ -422,6 +422,7 @@ class Replay:
           TimeoutError: No batch could be sampled within `timeout` seconds, or all actors are done.
           RuntimeError: The replay is closed, or its rows were lost.
         """
+        self.buffer.check_given("sample", options)
         batch = None
         try:
             with self._monitor:

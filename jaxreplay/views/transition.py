@@ -54,11 +54,11 @@ class TransitionView(View[Transition]):
     gamma: float = 0.99
     discount_key: str | None = None
     takes = ("n_step", "gamma")
+    ranges = (("gamma", 0.0, 1.0),)
 
     def _check(self) -> None:
         check_size("TransitionView", "n_step", self.n_step)
-        if not 0 <= self.gamma <= 1:
-            raise ValueError(f"TransitionView: gamma must be in [0, 1], got {self.gamma}")
+        self.check_given("TransitionView", {"gamma": self.gamma})
 
     @property
     def window(self) -> Window:

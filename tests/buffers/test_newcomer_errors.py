@@ -316,7 +316,22 @@ USING = {
     "jr.samplers.Blend(members=(('a', jr.Uniform(), 1), ('a', jr.Recent(decay=0.9), 1)))": """
         Blend: two samplers have one name: ['a']""",
     "blended.sample(blended_state, key, fractions={'a': -1})": """
-        Blend: fractions must be at least 0, and one of them positive; got {'a': -1}""",
+        sample: fractions must be at least 0, and one of them positive; got {'a': -1}""",
+    "jr.jit(blended).sample(blended_state, key, fractions={'a': 0})": """
+        sample: fractions must be at least 0, and one of them positive; got {'a': 0}""",
+    "blended.sample(blended_state, key, fractions={'a.b': 1})": """
+        Blend: fractions must be a mapping with a number for each of a; got a.b""",
+    "uniform.sample(uniform_state, key, gamma=1.5)": "sample: gamma must be in [0, 1], got 1.5",
+    "uniform.get(uniform_state, np.arange(2), gamma=np.array([0, np.nan]))": """
+        get: gamma must be in [0, 1], got [ 0. nan]""",
+    "jr.jit(uniform).sample(uniform_state, key, gamma=float('nan'))": """
+        sample: gamma must be in [0, 1], got nan""",
+    "jr.tiered(uniform).draw(None, key, gamma=2)": "sample: gamma must be in [0, 1], got 2",
+    "jr.Replay(uniform).sample(gamma=2)": "sample: gamma must be in [0, 1], got 2",
+    "jr.Replay(mixture).sample(gamma=2)": "sample: gamma must be in [0, 1], got 2",
+    "jr.jit(mixture).sample(None, key, fractions={'one': 1, 'two': -1})": """
+        sample: fractions must be at least 0, and one of them positive; got {'one': 1, 'two': -1""",
+    "buffer.sample(state, key, beta=-0.5)": "sample: beta must be finite and at least 0, got -0.5",
     "buffer.sample(state, key, n_step=1.5)": "n_step must be of integers, got float32",
     "jr.OnlineQueue(sampler=jr.Queue())": "OnlineQueue: sampler: Queue consumes rows itself",
     "blended.sample(blended_state, key, fractions={'b': 1})": """

@@ -130,6 +130,50 @@ def test_fractions_of_a_call_may_be_traced(fractions):
     check_blend(batch, laws("three"), np.array(fractions))
 
 
+class FirstRow(jr.samplers.Sampler):
+    """Sample a row that a call may give."""
+
+    takes = ("nth",)
+
+    def sample(self, state, sampleable, key, batch_size):
+        row = jnp.full(batch_size, self.given.get("nth", 0), jnp.int32)
+        return jr.samplers.Draw(state, row, self.probability(state, sampleable, row))
+
+    def probability(self, state, sampleable, row):
+        return (row == self.given.get("nth", 0)).astype(jnp.float32)
+
+
+def test_parameters_of_a_call_reach_the_parts_of_a_blend():
+    """Those of a blend in a blend are named after it, also in a mixture."""
+    inner = jr.blend(first=(FirstRow(), 1), newest=(jr.Newest(num_rows=1), 1))
+    sampler = jr.blend(x=(jr.Newest(num_rows=1), 0), inner=(inner, 1))
+    buffer = jr.items(capacity=16, batch_size=4, sampler=sampler)
+    mixture = jr.mix(one=(buffer, 2), two=(buffer, 2))
+    calls = [
+        {"nth": 3},
+        {"fractions": {"inner.first": 3, "inner.newest": 1}, "nth": 2},
+        {"fractions": {"x": 1, "inner": 1, "inner.first": 0, "inner.newest": 1}},
+        {"fractions": {"x": 1, "inner": 3}, "nth": 1},
+    ]
+    of_members = [
+        {"fractions": {"one.inner.first": 1, "one.inner.newest": 0}, "nth": 4},
+        {"fractions": {"one": 0, "two": 1, "two.x": 1, "two.inner": 0}},
+    ]
+
+    @jax.jit
+    def run(calls, of_members):
+        state = buffer.extend(buffer.init(0.0), jnp.arange(9.0)[:, None])
+        states, key = {"one": state, "two": state}, jax.random.key(0)
+        found = [buffer.sample(state, key, **options) for options in calls]
+        found += [mixture.sample(states, key, **options) for options in of_members]
+        return [batch.experience for batch in found]
+
+    got = [sorted(items.tolist()) for items in run(calls, of_members)]
+    assert got[:4] == [[3, 3, 8, 8], [2, 2, 2, 8], [8] * 4, got[3]]
+    assert got[3] in ([1, 1, 8, 8], [1, 8, 8, 8])  # 3/2 of the first row
+    assert got[4:] == [[4, 4, 4, 8], [8] * 4]
+
+
 def test_parts_are_the_next_whole_numbers_and_their_mean_is_the_fraction():
     """Members may draw more than are taken: each of their places is taken equally often."""
     fractions, sizes = np.float32([0.21, 0.0, 0.79]), (7, 3, 16)

@@ -252,6 +252,11 @@ def test_a_call_refuses_values_of_another_shape_and_options_of_other_buffers():
         error = TypeError if "fractions" in options else ValueError
         with pytest.raises(error, match=text):
             buffer.get(state, np.arange(2), **options)
+    too_small = r"gamma must be in \[0, 1\], got -1"
+    with pytest.raises(ValueError, match=too_small):
+        buffer.get(state, np.arange(2), gamma=jnp.float32(-1))
+    with pytest.raises(ValueError, match=too_small):
+        jr.tiered(buffer).sample(None, None, gamma=-1)
 
 
 def test_a_step_may_have_a_discount_of_its_own():
