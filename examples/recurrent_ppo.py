@@ -112,7 +112,7 @@ def learn_from(network, carry, value, last_value, final_value):
 
     def learn(learner, index):
         params, opt_state = learner
-        chunks = ROLLOUT.minibatch(data, index, chunk_length=CHUNK)  # leaves [L, B, ...]
+        chunks = ROLLOUT.minibatch(data, index)  # leaves [L, B, ...]
         value, gradient = jax.value_and_grad(loss, argnums=1)(network, params, *chunks)
         updates, opt_state = OPTIMIZER.update(gradient, opt_state)
         return (optax.apply_updates(params, updates), opt_state), value

@@ -431,7 +431,7 @@ class Rollout(Static):
     def minibatches(
         self, key: Key, *, num_epochs: int, num_minibatches: int, chunk_length: int | None = None
     ) -> jax.Array:
-        """Return shuffled numbers of steps, or of chunks of steps, for epochs of minibatches.
+        """Return shuffled numbers of steps, single ones or in chunks, for epochs of minibatches.
 
         Each epoch has every row once, in a new order. Final rows and rows that are not written are
         among them: multiply the loss by the mask. Scan over the result and call `minibatch`.
@@ -446,7 +446,8 @@ class Rollout(Static):
 
         Returns:
           int32[num_epochs * num_minibatches, B], in the order of use, with
-          B = `length * num_envs / num_minibatches`, divided by `chunk_length`.
+          B = `length * num_envs / num_minibatches`. With `chunk_length` L, int32[..., L, B], where
+          B is the number of chunks: each column has the steps of one.
 
         Raises:
           ValueError: A number does not divide the other; the error names the nearest that do.
@@ -455,14 +456,20 @@ class Rollout(Static):
         checks.check_size("minibatches", "num_minibatches", num_minibatches)
         num_items, name = self.length * self.num_envs, "length * num_envs"
         if chunk_length is not None:
-            num_items, name = num_items // self._chunk("minibatches", chunk_length), "chunks"
+            checks.check_size("minibatches", "chunk_length", chunk_length)
+            _quotient("minibatches", "length", self.length, "chunk_length", chunk_length)
+            num_items, name = num_items // chunk_length, "chunks"
         size = _quotient("minibatches", name, num_items, "num_minibatches", num_minibatches)
         order = jax.vmap(lambda key: jax.random.permutation(key, ring.arange(num_items)))(
             jax.random.split(key, num_epochs)
         )
-        return order.reshape(num_epochs * num_minibatches, size)
+        order = order.reshape(num_epochs * num_minibatches, size)
+        if chunk_length is None:
+            return order
+        chunk, env = jnp.divmod(order[:, None], self.num_envs)
+        return (chunk * chunk_length + ring.arange(chunk_length)[:, None]) * self.num_envs + env
 
-    def minibatch(self, tree: PyTree, index: jax.Array, chunk_length: int | None = None) -> Any:
+    def minibatch(self, tree: PyTree, index: jax.Array) -> Any:
         """Return the steps of one minibatch, leaves [B, ...], or its chunks, leaves [L, B, ...].
 
         A recurrent policy begins each chunk with the memory of its first step, which was stored in
@@ -470,8 +477,8 @@ class Rollout(Static):
 
         Args:
           tree: Pytree with leaves [T, E, ...], such as steps, advantages and the mask.
-          index: int32[B], one row of `minibatches`.
-          chunk_length: L, as for `minibatches`. Default: single steps.
+          index: int32[B] or int32[L, B], one row of `minibatches`: numbers of steps,
+            time * num_envs + env.
         """
         like = lambda leaf: jax.ShapeDtypeStruct(
             (self.length, self.num_envs, *jnp.shape(leaf)[2:]), jnp.result_type(leaf)
@@ -479,18 +486,8 @@ class Rollout(Static):
         hint = "leaves must begin with [time, num_envs]"
         checks.check_leaves("minibatch", tree, jax.tree.map(like, tree), hint)
         row = jnp.asarray(index)
-        if chunk_length is not None:
-            length = self._chunk("minibatch", chunk_length)
-            chunk, env = jnp.divmod(row, self.num_envs)
-            row = (chunk * length + ring.arange(length)[:, None]) * self.num_envs + env
         flat = lambda leaf: leaf.reshape((self.length * self.num_envs, *leaf.shape[2:]))
         return jax.tree.map(lambda leaf: stored_arrays.read(flat(leaf), row), tree)
-
-    def _chunk(self, where: str, chunk_length: int) -> int:
-        """Return the length of a chunk, which divides the rollout's."""
-        checks.check_size(where, "chunk_length", chunk_length)
-        _quotient(where, "length", self.length, "chunk_length", chunk_length)
-        return chunk_length
 
     def _example(self, where: str, example: PyTree) -> Step:
         example = step_checks.step_of(where, example, self.autoreset)

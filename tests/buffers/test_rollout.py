@@ -52,6 +52,9 @@ def example_of(form):
     return nth(block_of(form), (0, 0))
 
 
+CHUNKS = np.array([[3 * E, 0], [4 * E, E], [5 * E, 2 * E]]) + np.array([1, 0])
+
+
 def operations(rollout, state, block):
     """Return what each method returns for a state, by name."""
     value = jnp.ones((T, E))
@@ -67,8 +70,7 @@ def operations(rollout, state, block):
         "clear": rollout.clear(state),
         "extend": rollout.extend(state, nth(block, slice(4))),
         "minibatch": rollout.minibatch(rollout.steps(state), np.array([5, 0, 11])),
-        "whole envs": rollout.minibatch(rollout.steps(state), np.array([1]), chunk_length=T),
-        "chunks": rollout.minibatch(rollout.steps(state), np.array([3, 0]), chunk_length=T // 2),
+        "chunks": rollout.minibatch(rollout.steps(state), CHUNKS),
     }
 
 
@@ -241,7 +243,9 @@ def test_minibatches_hold_each_row_once_an_epoch_in_a_new_order():
     assert len({tuple(epoch) for epoch in epochs}) == 5
     four = rollout_of("same_step", num_envs=4)
     by_env = shuffled(four.minibatches, num_epochs=4800, num_minibatches=2, chunk_length=T)
-    orders, counts = np.unique(by_env.reshape(4800, 4), axis=0, return_counts=True)
+    assert (by_env.shape, by_env.dtype) == ((9600, T, 2), jnp.int32)
+    assert (np.diff(by_env, axis=1) == 4).all()  # whole envs, of which the first step tells which
+    orders, counts = np.unique(by_env[:, 0].reshape(4800, 4), axis=0, return_counts=True)
     assert (np.sort(orders) == np.arange(4)).all()
     assert len(counts) == 24
     assert ((counts - 200) ** 2 / 200).sum() < 58.6
@@ -250,10 +254,12 @@ def test_minibatches_hold_each_row_once_an_epoch_in_a_new_order():
 def test_a_minibatch_has_its_rows():
     block, found = block_of("same_step"), nth(told("same_step")[1], -1)
     assert_same(found["minibatch"], nth(block, ([2, 0, 5], [1, 0, 1])))
-    assert_same(found["whole envs"], nth(block, (slice(T), slice(1, 2))))
     times, envs = [[3, 0], [4, 1], [5, 2]], [1, 0]
     assert_same(found["chunks"], nth(block, (times, envs)))
     index = shuffled(
         rollout_of("same_step").minibatches, num_epochs=3, num_minibatches=2, chunk_length=3
     )
-    assert (np.sort(index.reshape(3, 4)) == np.arange(4)).all()
+    assert index.shape == (6, 3, 2)
+    assert (np.sort(index.reshape(3, T * E)) == np.arange(T * E)).all()
+    assert (np.diff(index, axis=1) == E).all()
+    assert (index[:, 0] // E % 3 == 0).all()
