@@ -272,7 +272,8 @@ def derived(state: ReplayState, before: Layout | None) -> ReplayState:
         through = jnp.cumsum(ends, axis=1, dtype=jnp.int32)
         # Ordinals stay as they were, if they were known.
         is_known = before is not None and before.has_table and before.length == length
-        current = counters.ordinal if is_known else layout.wrap(through[:, -1])
+        known = ring.split(counters.ordinal, length)[1]  # a checkpoint's ring may be longer
+        current = known if is_known else layout.wrap(through[:, -1])
         ordinal = layout.wrap(layout.wrap(current - through[:, -1])[:, None] + through - ends)
         entry = layout.row(layout.envs()[:, None], ordinal)
         zeros = jnp.zeros((layout.capacity,), jnp.int32)

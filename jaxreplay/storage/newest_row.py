@@ -64,8 +64,9 @@ def close(state: ReplayState, mask: jax.Array) -> tuple[ReplayState, WriteEffect
         # A final row that opens an episode belongs to none.
         ends = is_open & ~(is_final & ((last_flags & row_flags.FIRST) != 0))
         entry = jnp.where(ends, layout.row(layout.envs(), counters.ordinal), layout.capacity)
-        end_position = stored_arrays.write(rows.table.end_position, entry, position)
-        rows = rows.replace(table=rows.table.replace(end_position=end_position))
+        if (table := rows.table) is not None:  # rows of a checkpoint have none yet
+            end_position = stored_arrays.write(table.end_position, entry, position)
+            rows = rows.replace(table=table.replace(end_position=end_position))
         new = new.set(
             ordinal=layout.wrap(counters.ordinal + ends), is_open=counters.is_open & ~ends
         )

@@ -1,5 +1,7 @@
 """A run is resumed after its buffer was changed: each change of a public report of a user."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -144,6 +146,59 @@ def test_another_number_of_envs(num_envs, tmp_path):
     item = jr.jit(new).sample(state, KEY, 512).experience
     pairs = item.obs["time"], item.next_obs["time"]
     assert bool((pairs[1] - pairs[0] <= 1).all())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_envs": 1},
+        {"num_envs": 3, "track_episodes": False},
+        {"autoreset": "same_step"},
+        {"autoreset": "same_step", "n_step": 2},
+    ],
+    ids=str,
+)
+def test_tracked_episodes_come_along(changes, tmp_path):
+    """As by an adopt. A final row that env 1 owes does not come with another autoreset."""
+    last = np.arange(TIME)[:, None] == TIME - 1
+    steps = STEPS.replace(
+        terminated=(STEPS.terminated & ~last) | (last & np.array([False, True])),
+        truncated=STEPS.truncated & ~last,
+        final_obs=None,
+    )
+    given = {"autoreset": "next_step", "track_episodes": True}
+    old, new = uniform(**given), uniform(**given | changes)
+    example = nth(steps, (0, 0))
+    state = jr.jit(old).extend(old.init(example), steps)
+    checkpoint.save(tmp_path, old, state)
+    found = checkpoint.restore(tmp_path, new, EXAMPLE if new.autoreset == "same_step" else example)
+    adopted = jax.jit(new.adopt)(state)
+    assert bits(told(new, found)) == bits(told(new, adopted))
+    plain = [one.replace(rows=one.rows.replace(table=None)) for one in (found, adopted)]
+    assert bits(plain[0]) == bits(plain[1])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def told(buffer, state):
+    """Return what an episode table tells of each row."""
+    if not buffer.has_table:
+        return ()
+    table, row = buffer.episode_table(state), jnp.arange(buffer.capacity, dtype=jnp.int32)
+    return table.steps_to_end(row), table.steps_from_start(row), table.is_complete(row)
+
+
+def test_tracked_episodes_of_a_smaller_ring_stay_those_of_their_env(tmp_path):
+    """22 episodes of env 1 have begun, and its new ring has 20 rows."""
+    old, new = (uniform(capacity=capacity, track_episodes=True) for capacity in (60, 40))
+    state = begun(old)
+    while int(state.counters.ordinal.max()) < 20:
+        state = jr.jit(old).extend(state, STEPS)
+    checkpoint.save(tmp_path, old, state)
+    states = checkpoint.restore(tmp_path, new, EXAMPLE), jax.jit(new.adopt)(state)
+    assert int(states[0].counters.ordinal.max()) < 20  # else its entries are those of the next env
+    for steps in (nth(STEPS, slice(9)), nth(STEPS, slice(9, 18))):
+        states = [jr.jit(new).extend(one, steps) for one in states]
+        assert bits(told(new, states[0])) == bits(told(new, states[1]))
 
 
 @pytest.mark.parametrize("change", ["n_step", *["gamma", "with priorities", "capacity"] * ALL])
