@@ -624,6 +624,9 @@ class ReplayBuffer(Static, Generic[T]):
           left out for alpha 0;
           `num_bad_priorities`, uint32: priorities that were ignored as NaN, infinite or negative;
           `num_stale_updates`, uint32: updates that were ignored as their row is not sampleable.
+          For `Queue` and `OnlineQueue` also
+          `num_new`, int32: rows that wait for their first use;
+          `num_lost`, uint32: rows that were overwritten before it.
           With `allow_write` also `num_ignored_writes`, uint32: rows that `write` ignored.
         """
         state = check_state("metrics", self, state)

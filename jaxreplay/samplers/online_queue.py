@@ -5,8 +5,9 @@ import jax.numpy as jnp
 
 from jaxreplay._util import random
 from jaxreplay._util.aliases import Key, PyTree
+from jaxreplay._util.checks import check_size
 from jaxreplay.samplers.joined import Joined, own
-from jaxreplay.samplers.queue import Queue
+from jaxreplay.samplers.queue import EveryNth
 from jaxreplay.samplers.sampler import (
     ConsumingSampler,
     Draw,
@@ -26,18 +27,23 @@ class OnlineQueue(Joined, ConsumingSampler):
     """Sample each new row once, the oldest first, and fill the rest of each batch by another
     sampler.
 
-    The buffer has `pop`. New rows are those of a `Queue`: envs take turns. If more rows become
-    sampleable than batches have items, they wait; rows that are overwritten meanwhile are lost.
-    Items have the probability that `sampler` gives to their row, or that of a uniform sample if
-    this is 0. Rows that a buffer adopts from another one count as sampled.
+    The buffer has `pop`. New rows are those of a `Queue`: envs take turns. If more rows become new
+    than batches have items, they wait; rows that are overwritten meanwhile are lost. Batches then
+    have new rows alone, which are old by now. `buffer.metrics` has both numbers, `num_new` and
+    `num_lost`. Items have the probability that `sampler` gives to their row, or that of a uniform
+    sample if this is 0. Rows that a buffer adopts from another one count as sampled.
 
     Args:
       sampler: Sampler of the other items. Default: `Uniform()`.
+      period: Number of sampleable rows of an env from one new row to the next. The rows between
+        them are sampled by `sampler` alone. With the length of the sequences, new ones do not
+        overlap, as in DreamerV3. Default: 1, each row is new.
       beta: Exponent of importance weights, at least 0. Default: that of a sampler with priorities,
         else 0, so that all weights are 1.
 
     Raises:
-      ValueError: `sampler` is no sampler, or consumes rows; `beta` is negative or not finite.
+      ValueError: `sampler` is no sampler, or consumes rows; `period` is no int of at least 1;
+        `beta` is negative or not finite.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -50,7 +56,7 @@ class OnlineQueue(Joined, ConsumingSampler):
       >>> state, batch = buffer.pop(state, jax.random.key(0))
       >>> int(batch.experience[0])
       7
-      >>> def oracle(new, sampled, B):  # new: the rows not given yet; sampled() samples one
+      >>> def oracle(new, sampled, B):  # new: the new rows not given yet; sampled() samples one
       ...     first, new = new[:B], new[B:]
       ...     return new, first + [sampled() for _ in range(B - len(first))]
 
@@ -60,8 +66,10 @@ class OnlineQueue(Joined, ConsumingSampler):
     """
 
     sampler: Sampler = Uniform()
+    period: int = 1
 
     def _check(self) -> None:
+        check_size("OnlineQueue", "period", self.period)
         self._check_parts()
         if isinstance(self.sampler, ConsumingSampler):
             raise ValueError(
@@ -72,11 +80,17 @@ class OnlineQueue(Joined, ConsumingSampler):
     @property
     def parts(self) -> dict[str, Sampler]:
         """Samplers by name."""
-        return {"queue": Queue(), "sampler": self.sampler}
+        return {"queue": self._queue, "sampler": self.sampler}
+
+    @property
+    def _queue(self) -> EveryNth:
+        return EveryNth(period=self.period)
 
     def identity(self) -> "OnlineQueue":
         """Return the sampler with what its state depends on."""
-        return OnlineQueue(sampler=self.sampler.identity() or Uniform(), beta=0.0)
+        return OnlineQueue(
+            sampler=self.sampler.identity() or Uniform(), period=self.period, beta=0.0
+        )
 
     def from_numbers(self, sampleable: Sampleable, numbers: dict[str, jax.Array]) -> PyTree:
         # Rows are not new, unless they were of a buffer with a queue.
@@ -87,7 +101,7 @@ class OnlineQueue(Joined, ConsumingSampler):
         return state
 
     def sample(self, state: PyTree, sampleable: Sampleable, key: Key, batch_size: int) -> Draw:
-        queue, new, is_new = Queue().sample(state["queue"], sampleable, key, batch_size)
+        queue, new, is_new = self._queue.sample(state["queue"], sampleable, key, batch_size)
         rest = own(state, "sampler")
         _, row, probability = self.sampler.sample(rest, sampleable, key, batch_size)
         item, (_, word) = ring.arange(batch_size), random.words(key, 1, _FOR_PLACES)
@@ -108,4 +122,4 @@ class OnlineQueue(Joined, ConsumingSampler):
 
     def can_add(self, state: PyTree, sampleable: Sampleable, num_rows: int) -> jax.Array:
         """Return whether `num_rows` more rows of each stream overwrite no new row."""
-        return Queue().can_add(state["queue"], sampleable, num_rows)
+        return self._queue.can_add(state["queue"], sampleable, num_rows)

@@ -67,6 +67,7 @@ class Queue(ConsumingSampler):
 
     max_uses: int = 1
     counts = ("lost", "num_waiting")
+    period = 1  # every `period`-th row of a stream is consumed; of `EveryNth` above 1
 
     def _check(self) -> None:
         check_size("Queue", "max_uses", self.max_uses)
@@ -96,16 +97,20 @@ class Queue(ConsumingSampler):
         found = {
             "is_consumed": sampleable.contains(row) & is_consumed,
             "lost": self._lost(state, sampleable),
-            "num_waiting": _num_waiting(self._cursors(state)[-1], sampleable),
+            "num_waiting": self._num_waiting(self._cursors(state)[-1], sampleable),
             "is_cleared": state.is_cleared,
         }
+        if self.period > 1:
+            end = sampleable.first_candidate_number() + sampleable.count().astype(jnp.uint32)
+            ahead = ring.difference(state.next, end)
+            found["num_ahead"] = jnp.maximum(ahead, 0)
         if self.max_uses > 1:
             found["num_uses"] = uses.reshape(-1)
         return found
 
     def from_numbers(self, sampleable: Sampleable, numbers: dict[str, jax.Array]) -> QueueState:
         """Return the state in which the rows of each stream up to the first one that was not
-        consumed are consumed."""
+        consumed are consumed; with a period, its rows are counted on from there."""
         row, first, place = _places(sampleable)
         fresh = self.init(sampleable.layout)
         if "is_consumed" not in numbers:
@@ -114,12 +119,15 @@ class Queue(ConsumingSampler):
 
         def following(use: int) -> jax.Array:
             is_next = is_left & (numbers.get("num_uses", 0) <= use)
-            here = jnp.where(is_next.reshape(place.shape), place, sampleable.count()[:, None])
+            here = jnp.where(is_next.reshape(place.shape), place, end[:, None])
             return first + here.min(axis=1).astype(jnp.uint32)
 
+        end, ahead = sampleable.count(), numbers.get("num_ahead")
+        if ahead is not None and ahead.shape == end.shape:
+            end += jnp.minimum(ahead, self.period - 1)
         cursors = [following(use) for use in range(self.max_uses)]
         # Rows that did not fit are lost, too.
-        waiting = _num_waiting(cursors[-1], sampleable)
+        waiting = self._num_waiting(cursors[-1], sampleable)
         num_lost = jnp.maximum(numbers["num_waiting"] - waiting, 0)
         return QueueState(
             next=self._joined(cursors),
@@ -145,10 +153,11 @@ class Queue(ConsumingSampler):
         place, nth = split_by(taken, item, sampleable.layout.traits)
         befores = [before for before, _ in levels]
         env = place if self.max_uses == 1 else ring.split(place, sampleable.layout.num_envs)[1]
-        row = sampleable.select(env, jnp.where(is_taken, jnp.concatenate(befores)[place] + nth, 0))
+        at = jnp.concatenate(befores)[place] + nth * self.period
+        row = sampleable.select(env, jnp.where(is_taken, at, 0))
         first = sampleable.first_candidate_number()
-        given = zip(befores, turns, strict=True)
-        cursors = [first + (before + turn).astype(jnp.uint32) for before, turn in given]
+        ends = [before + turn * self.period for before, turn in zip(befores, turns, strict=True)]
+        cursors = [first + end.astype(jnp.uint32) for end in ends]
         state = QueueState(
             next=self._joined(cursors),
             lost=self._lost(state, sampleable),
@@ -178,10 +187,8 @@ class Queue(ConsumingSampler):
         held, next_candidate_number = stored.filled, stored.next_candidate_number
         # candidates of each stream whose look-back is intact
         whole = next_candidate_number - sampleable.first_candidate_number()
-        waiting = jnp.minimum(next_candidate_number - self._cursors(state)[-1], whole)
-        row = sampleable.select(
-            layout.envs(), jnp.where(waiting > 0, whole - waiting, 0).astype(jnp.int32)
-        )
+        before, waiting, _ = self._left(self._cursors(state)[-1], next_candidate_number, whole)
+        row = sampleable.select(layout.envs(), jnp.where(waiting > 0, before, 0))
         place = held - 1 - sampleable.age(row)  # counted from the stream's oldest row
         needed = jnp.where(
             waiting > 0, place - sampleable.look_back(row), held - (layout.window.before or 0)
@@ -204,14 +211,47 @@ class Queue(ConsumingSampler):
         first, before = sampleable.first_candidate_number(), sampleable.count()
         levels, lost = [], []
         for cursor in self._cursors(state):
-            # The newest `before` of these are sampleable; the others are lost.
             held = before.astype(jnp.uint32)
-            untaken = first + held - cursor
-            left = jnp.minimum(untaken, held)
-            lost.append(untaken - left)
-            before = before - left.astype(jnp.int32)
-            levels.append((before, left.astype(jnp.int32)))
+            before, left, num_lost = self._left(cursor, first + held, held)
+            levels.append((before, left))
+            lost.append(num_lost)
         return levels, lost[0]
+
+    def _left(
+        self, cursor: jax.Array, end: jax.Array, held: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return how many rows of each stream are before the next one to consume, and how many are
+        left, int32[E] both; and how many are lost, uint32[E].
+
+        Args:
+          cursor: uint32[E], candidate number of the next row to consume, less than `period` ahead
+            of `end`.
+          end: uint32[E], candidate number after the last row.
+          held: uint32[E], number of rows before `end` that are there; earlier ones are lost.
+        """
+        more = jnp.uint32(self.period - 1)
+        untaken, rest = ring.split(end - cursor + more, self.period)
+        room = held + (more - rest)
+        left = jnp.minimum(untaken, ring.split(room, self.period)[0])
+        before = room - left * jnp.uint32(self.period)
+        return before.astype(jnp.int32), left.astype(jnp.int32), untaken - left
+
+    def _num_waiting(self, cursor: jax.Array, sampleable: Sampleable) -> jax.Array:
+        """Return the number of stored candidates that are to be consumed, pending ones too:
+        int32[].
+
+        Args:
+          cursor: uint32[E], candidate number of the next row to consume.
+          sampleable: The sampleable rows.
+        """
+        end, first = sampleable.state.next_candidate_number, sampleable.first_candidate_number()
+        return self._left(cursor, end, end - first)[1].sum(dtype=jnp.int32)
+
+    def metrics(self, state: QueueState, sampleable: Sampleable) -> dict[str, jax.Array]:
+        """Return the number of rows that wait for their first use, and the number of lost rows."""
+        levels, _ = self._levels(state, sampleable)
+        num_new = levels[0][1].sum(dtype=jnp.int32)
+        return {"num_new": num_new, "num_lost": self._lost(state, sampleable)}
 
     def _lost(self, state: QueueState, sampleable: Sampleable) -> jax.Array:
         """Return the number of rows that were lost up to now: uint32[]."""
@@ -229,16 +269,18 @@ def _places(sampleable: Sampleable) -> tuple[jax.Array, jax.Array, jax.Array]:
     return row, first, ring.difference(number, first[:, None])
 
 
-def _num_waiting(following: jax.Array, sampleable: Sampleable) -> jax.Array:
-    """Return the number of stored candidates that are not consumed, pending ones too: int32[].
+def _plus(count: jax.Array, more: jax.Array) -> jax.Array:
+    return count + jnp.minimum(more, _MAX_COUNT - count)
+
+
+class EveryNth(Queue):
+    """Consume every `period`-th sampleable row of each stream once; the others are never consumed.
 
     Args:
-      following: uint32[E], candidate number of the next row to consume.
-      sampleable: The sampleable rows.
+      period: Number of sampleable rows from one to the next.
     """
-    end, first = sampleable.state.next_candidate_number, sampleable.first_candidate_number()
-    whole = ring.difference(end, first)
-    return jnp.clip(ring.difference(end, following), 0, whole).sum(dtype=jnp.int32)
+
+    period: int  # type: ignore[assignment]
 
 
 def _turns(left: jax.Array, wanted: jax.Array, most: int) -> jax.Array:

@@ -183,6 +183,8 @@ def test_metrics_are_there_and_finite(case):
         names |= {"max_priority", "num_bad_priorities", "num_stale_updates"}
     if buffer.allow_write:
         names |= {"num_ignored_writes"}
+    if isinstance(buffer.sampler, jr.Queue | jr.OnlineQueue):
+        names |= {"num_new", "num_lost"}
     for state in (case.empty(buffer), case.filled(buffer)):
         found = found_of(case, state)
         metrics = found["metrics"]

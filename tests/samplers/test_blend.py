@@ -242,6 +242,7 @@ NESTED = {
     ),
     "one without a state": jr.blend(x=(UNIFORM_ONLY, 0.5), p=(by(1.0), 0.5)),
     "online": jr.OnlineQueue(sampler=UNIFORM_ONLY),
+    "online, every third": jr.OnlineQueue(sampler=UNIFORM_ONLY, period=3),
 }
 
 
@@ -384,6 +385,98 @@ def test_the_rest_of_a_batch_has_the_law_of_the_sampler():
     check(np.bincount(rest, minlength=64), laws("one")[0])
 
 
+class DreamerRule:
+    """A plain reading of DreamerV3's replay. A worker's step completes the sequence of `length`
+    steps that ends with it. Each sequence can be sampled; every `length`-th of a worker goes to the
+    end of a queue, too. A batch takes sequences out of the queue while it has any."""
+
+    def __init__(self, num_workers, length, num_stored):
+        self.length, self.num_stored = length, num_stored
+        self.num_steps, self.queue = [0] * num_workers, []
+
+    def add(self, worker):
+        self.num_steps[worker] += 1
+        start = self.num_steps[worker] - self.length
+        if start >= 0 and start % self.length == 0:
+            self.queue.append((worker, start))
+
+    def is_stored(self, worker, start, newer=0):
+        return start >= self.num_steps[worker] + newer - self.num_stored
+
+    def starts(self, newer):
+        last = [steps - self.length for steps in self.num_steps]
+        every = [(worker, s) for worker, end in enumerate(last) for s in range(end + 1)]
+        return [one for one in every if self.is_stored(*one, newer)]
+
+    def take(self, batch_size, newer):
+        there = [one for one in self.queue if self.is_stored(*one, newer)]
+        self.queue = there[batch_size:]
+        return there[:batch_size]
+
+
+ONLINE = {"num_envs": 2, "batch_size": 4, "autoreset": "same_step_no_final_obs"}
+
+
+def test_an_online_queue_with_the_period_of_its_sequences_is_that_of_dreamer():
+    """Each new sequence once, in its order, and all starts as likely as each other; also while
+    batches lag behind. Here a sequence has the observation after its last step, too, so that it is
+    complete a step later."""
+    length, num_steps, stored = 3, 100, 16
+    sampler = jr.OnlineQueue(period=length)
+    sizes = ONLINE | {"capacity": 2 * stored, "length": length, "cross_episodes": True}
+    buffer = jr.sequences(**sizes, sampler=sampler)
+    r = np.random.default_rng(0)
+    name = np.arange(2.0 * num_steps, dtype=np.float32).reshape(num_steps, 2)
+    ends = r.random((num_steps, 2)) < 0.2
+    steps = plain_step(name, terminated=ends)
+    takes = r.random(num_steps) < np.where(np.arange(num_steps) < 60, 0.4, 0.03)
+
+    @jax.jit
+    def run(steps, takes):
+        def go(state, now):
+            time, step, takes = now
+            state = buffer.add(state, step)
+            taken, batch = buffer.pop(state, jax.random.key(time))
+            rows = buffer.get(state, jnp.arange(buffer.capacity))
+            seen = batch.experience.obs[:, 0], rows, buffer.metrics(state), buffer.can_add(state)
+            return jax.tree.map(lambda a, b: jnp.where(takes, a, b), taken, state), seen
+
+        state = buffer.init(jax.tree.map(lambda x: x[0, 0], steps))
+        return jax.lax.scan(go, state, (jnp.arange(num_steps), steps, takes))[1]
+
+    obs, rows, figures, has_room = jax.device_get(run(steps, takes))
+    rule, num_taken, num_late = DreamerRule(2, length, stored), 0, 0
+    for time in range(num_steps):
+        if time:
+            rule.add(0), rule.add(1)
+        starts = rule.starts(newer=1)
+        valid = rows.is_valid[time]
+        named = lambda of: [(int(x) % 2, int(x) // 2) for x in of]
+        assert sorted(named(rows.experience.obs[time][valid, 0])) == starts
+        np.testing.assert_allclose(rows.probability[time][valid], 1 / max(len(starts), 1), 1e-6)
+        waiting = [one for one in rule.queue if rule.is_stored(*one, newer=1)]
+        assert figures["num_new"][time] == len(waiting)
+        num_seen = num_taken + len(waiting) + figures["num_lost"][time]
+        assert num_seen == sum(start % length == 0 for _, start in map(tuple, ever(rule)))
+        oldest = min((start for _, start in waiting), default=None)
+        assert oldest is None or has_room[time] == (oldest > time - stored + 1)
+        if takes[time] and starts:
+            new = rule.take(4, newer=1)
+            num_taken += len(new)
+            num_late += len(waiting) > 4
+            assert named(obs[time][: len(new)]) == sorted(new)
+            assert set(named(obs[time])) <= set(starts)
+    assert num_taken > 40
+    assert num_late > 0
+    assert figures["num_lost"][-1] > 0
+
+
+def ever(rule):
+    """Return all starts that a rule has seen."""
+    last = [steps - rule.length for steps in rule.num_steps]
+    return [(worker, s) for worker, end in enumerate(last) for s in range(end + 1)]
+
+
 def test_an_online_queue_takes_adopted_rows_as_sampled():
     old = jr.items(capacity=8, batch_size=2)
     rows = np.arange(4, dtype=np.float32)[:, None]
@@ -395,6 +488,35 @@ def test_an_online_queue_takes_adopted_rows_as_sampled():
     larger = jr.items(capacity=16, batch_size=4, sampler=jr.OnlineQueue())
     state = adopt(larger, extend(buffer, state, rows[:2] + 10))
     assert pop(larger, state, jax.random.key(0))[1].experience[:2].tolist() == [10, 11]
+
+
+def test_every_third_row_stays_new_in_another_buffer(tmp_path):
+    """Of 8 rows, 0, 3 and 6 were new. The next new one is 9, which is not there yet; a clear keeps
+    that count."""
+    sizes = ONLINE | {"num_envs": 1, "sampler": jr.OnlineQueue(period=3)}
+    buffer, larger = (jr.transitions(capacity=size, **sizes) for size in (16, 32))
+    steps = plain_step(np.arange(15.0, dtype=np.float32)[:, None])
+    at = lambda *part: jax.tree.map(lambda leaf: leaf[slice(*part)], steps)
+    state = extend(buffer, buffer.init(jax.tree.map(lambda x: x[0, 0], steps)), at(9))
+    assert metrics(buffer, state)["num_new"] == 3
+    state, batch = pop(buffer, state, jax.random.key(0))
+    assert batch.experience.obs[:3].tolist() == [0, 3, 6]
+    checkpointer = Checkpointer(tmp_path, buffer)
+    checkpointer.save(state)
+    example = jax.tree.map(lambda leaf: leaf[0, 0], steps)
+    for one, its in (
+        (buffer, state),
+        (larger, adopt(larger, state)),
+        (buffer, checkpointer.restore(example)),
+        (buffer, jax.jit(buffer.drop)(state, np.zeros(1, bool))),
+        (buffer, buffer.clear(state)),
+    ):
+        its = extend(one, its, at(9, 15))
+        assert metrics(one, its)["num_new"] == 2
+        assert pop(one, its, jax.random.key(0))[1].experience.obs[:2].tolist() == [9, 12]
+    every = jr.transitions(capacity=16, **sizes | {"sampler": jr.OnlineQueue()})
+    state = extend(every, adopt(every, state), at(9, 11))
+    assert pop(every, state, jax.random.key(0))[1].experience.obs[:2].tolist() == [8, 9]
 
 
 def test_members_of_a_mixture_may_have_fractions_of_a_call():
