@@ -15,6 +15,7 @@ from jaxreplay._util.names import description, named, spec_text
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import check_state
 from jaxreplay.inspection.resets import Resets, rows_around_resets
+from jaxreplay.samplers import OnlineQueue, Queue
 from jaxreplay.storage import ring, stored_arrays
 from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.storage.state import ReplayState
@@ -154,7 +155,8 @@ def contents_of(buffer: Any, state: Any, max_bytes: int) -> Contents:
             name: float(leaf)
             for name, leaf in named(state.sampler)
             if name in COUNTERS and not leaf.shape
-        },
+        }
+        | _figures_of_queue(buffer, state),
     )
 
 
@@ -242,6 +244,17 @@ def _read(leaf: Any, rows: np.ndarray) -> np.ndarray:
 @jax.jit
 def _take(leaf: Any, rows: jax.Array) -> jax.Array:
     return stored_arrays.read(leaf, rows)
+
+
+def _figures_of_queue(buffer: ReplayBuffer, state: ReplayState) -> dict[str, float]:
+    """Return the figures of a `Queue` or an `OnlineQueue`; {} for another sampler."""
+    if not isinstance(buffer.sampler, Queue | OnlineQueue):
+        return {}
+    found = _metrics(buffer, state)
+    return {name: float(found[name]) for name in ("num_new", "num_lost")}
+
+
+_metrics = jax.jit(ReplayBuffer.metrics)
 
 
 @functools.partial(jax.jit, static_argnums=0)

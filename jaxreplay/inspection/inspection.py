@@ -161,6 +161,11 @@ def _suspicious(
                 f"{shared:,} of {count:,} rows share one probability: their priorities were never "
                 "updated, or are equal"
             )
+    if contents.counters.get("num_lost"):
+        yield (
+            f"{contents.counters['num_lost']:,.0f} new rows were overwritten before they were "
+            "sampled, since they came faster than batches took them"
+        )
     for name, what in (
         ("num_bad_priorities", "priorities were NaN, infinite or negative"),
         (

@@ -150,8 +150,8 @@ class TieredRowsOwner(TieredOwner, RowsOwner):
     def items(self, chosen: Any) -> Any:
         return self.drawn(_items, chosen)
 
-    def draw(self, batch_size: int, options: Any) -> Any:
-        batch = super().draw(batch_size, options)
+    def draw(self, batch_size: int, options: Any, consume: bool = True) -> Any:
+        batch = super().draw(batch_size, options, consume)
         return None if batch is None else self.finished(batch)
 
 

@@ -576,25 +576,29 @@ class StateOwner(Owner):
             self.draws.count()
         return batch
 
-    def draw(self, batch_size: int, options: Mapping[str, Any]) -> Sample | None:
+    def draw(
+        self, batch_size: int, options: Mapping[str, Any], consume: bool = True
+    ) -> Sample | None:
         """Sample a batch, or return None if the buffer cannot sample.
 
-        A `ConsumingSampler` removes the batch's rows from the state. The steps that wait are added
-        by the same program.
+        Unless `consume` is False, a `ConsumingSampler` removes the batch's rows from the state. The
+        steps that wait are added by the same program.
         """
         checks.check_size("sample", "batch_size", batch_size)
         self.check_not_lost()
-        of_call = options.get("fractions") is not None  # its parts may give nothing, or others do
-        if not self.has_example or (self._can_sample is False and not of_call):
+        is_own = options.get("fractions") is None  # else other parts of a blend give the items
+        if not self.has_example or (self._can_sample is False and is_own):
             return None
-        consumes = isinstance(self.buffer.sampler, ConsumingSampler)
+        consumes = consume and isinstance(self.buffer.sampler, ConsumingSampler)
+        if not consume:
+            self.flush()  # one program for all looks
         reads = None if consumes else _sample
         batch, can_sample = self.read(
             reads, _add_and_sample, batch_size, self.draws.next, options, batch_size=batch_size
         )
-        if self._can_sample is None and not of_call:  # the device is waited for once a change
+        if self._can_sample is None and is_own:  # the device is waited for once after each change
             self._can_sample = bool(can_sample)
-        if not (bool(can_sample) if of_call else self._can_sample):
+        if not (self._can_sample if is_own else bool(can_sample)):
             return None
         if consumes:
             self._can_sample = None
@@ -680,7 +684,10 @@ class MixtureOwner(Owner):
                 owner.look_whether_lost(error)
             raise
 
-    def draw(self, batch_size: int, options: Mapping[str, Any]) -> Sample | None:
+    def draw(
+        self, batch_size: int, options: Mapping[str, Any], consume: bool = True
+    ) -> Sample | None:
+        del consume  # no member consumes rows
         if batch_size != self.buffer.batch_size:
             raise ValueError(
                 f"sample: a batch of this mixture has {self.buffer.batch_size} items, not "
@@ -744,8 +751,8 @@ def _can_sample(buffer: ReplayBuffer, state: Any, options: Any) -> jax.Array:
 def _sample(
     buffer: ReplayBuffer, state: Any, draw: Any, options: Any, batch_size: int
 ) -> tuple[Sample, jax.Array]:
-    """Return a batch, and whether the buffer can sample with the options."""
-    batch = buffer.sample(state, key_of(draw), batch_size, **options)
+    """Return a batch that consumes nothing, and whether the buffer can sample with the options."""
+    _, batch = _sampled(buffer, state, draw, options, batch_size)
     return batch, of_call("sample", buffer, options).can_sample(state)
 
 
@@ -783,12 +790,18 @@ def _add_and_sample(
     if block is not None:
         state = buffer.extend(state, *block, **envs)
     can_sample = of_call("sample", buffer, options).can_sample(state)
+    state, batch = _sampled(buffer, state, draw, options, batch_size)
+    return state, (batch, can_sample)
+
+
+def _sampled(
+    buffer: ReplayBuffer, state: Any, draw: Any, options: Any, batch_size: int
+) -> tuple[Any, Sample]:
+    """Return the state after a batch, and the batch."""
     key = key_of(draw)
     if isinstance(buffer.sampler, ConsumingSampler):
-        state, batch = buffer.pop(state, key, batch_size, **options)
-    else:
-        batch = buffer.sample(state, key, batch_size, **options)
-    return state, (batch, can_sample)
+        return buffer.pop(state, key, batch_size, **options)
+    return state, buffer.sample(state, key, batch_size, **options)
 
 
 def _numbers_of(env: Any, envs: Any, num_envs: int) -> list[int | None] | None:

@@ -27,7 +27,8 @@ from jaxreplay.host import arrays as host_arrays
 from jaxreplay.host.arrays import as_stored
 from jaxreplay.inspection import Inspection, inspect
 from jaxreplay.inspection.contents import resets_of
-from jaxreplay.samplers import ConsumingSampler
+from jaxreplay.inspection.lag import LagWatch
+from jaxreplay.samplers import ConsumingSampler, OnlineQueue
 from jaxreplay.stateful.actor_host import ActorHost
 from jaxreplay.stateful.lock import Monitor
 from jaxreplay.stateful.owner import Draws, MixtureOwner, StateOwner
@@ -170,6 +171,8 @@ class Replay:
         self._drawn: collections.deque[Sample] = collections.deque()
         self._actors: dict[str | None, Actors] = {}  # by the member that they fill
         self._saved_actors: dict[str, Any] = {}  # numbers of a checkpoint
+        has_queue = isinstance(getattr(buffer, "sampler", None), OnlineQueue)
+        self._lag = LagWatch() if has_queue else None
         self._is_hungry = True  # no batch was sampled yet, or since one was found missing
         states: Any = {} if state is None else {None: state} if None in self._owners else state
         if not isinstance(states, dict):
@@ -402,14 +405,21 @@ class Replay:
         self,
         batch_size: int | None = None,
         timeout: float | None = None,
+        *,
+        consume: bool = True,
         **options: Unpack[SampleOptions],
     ) -> Sample:
         """Sample a batch. If the sampler consumes rows, the batch's rows are consumed.
+
+        It warns once if an `OnlineQueue` lags: if rows become new faster than batches take them.
 
         Args:
           batch_size: Number of items B. With `prefetch`, and of a mixture, only the buffer's is
             allowed. Default: the buffer's.
           timeout: Seconds to wait while no batch can be sampled. Default: the replay's.
+          consume: False: only look, as for a report. The rows stay for the next batch, which begins
+            with the same new ones; prefetched batches stay, too, and `samples_per_insert` does not
+            count this one. Default: True.
           options: As for `ReplayBuffer.sample`: beta, n_step, gamma, fractions. A prefetched batch
             has those of the call that requested it.
 
@@ -434,18 +444,23 @@ class Replay:
 
                 def has_batch() -> bool:
                     nonlocal batch
-                    batch = self._next(batch_size, options)
+                    draw = self._next if consume else self._look
+                    batch = draw(batch_size, options)
                     return batch is not None
 
                 self._wait("sample", has_batch, timeout, self._why_no_sample)
-                while len(self._drawn) < self._prefetch:
+                while consume and len(self._drawn) < self._prefetch:
                     if (ahead := self._draw(None, options)) is None:
                         break
                     self._drawn.append(ahead)
                 self._monitor.notify_all()
+                if consume and self._lag is not None:
+                    figures = lambda: self._owner.ask(method("metrics"))
+                    if problem := self._lag.look(self.buffer.batch_size, figures):
+                        warnings.warn(f"sample: {problem}", stacklevel=2)
             return host_arrays.to_framework(self.framework, self._owner.finished(batch))
         except BaseException:
-            if batch is not None and self._consumes:
+            if batch is not None and consume and self._consumes:
                 self._drawn.appendleft(batch)  # its rows are consumed: the next call returns them
             raise
 
@@ -850,14 +865,21 @@ class Replay:
         """Sample a batch, or return None if none can be sampled now."""
         if self._limiter is not None and not self._limiter.may_sample():
             return None
-        size = self.buffer.batch_size if batch_size is None else operator.index(batch_size)
-        batch = self._owner.draw(size, options)
+        batch = self._look(batch_size, options, consume=True)
         if batch is None:
             return None
         self._is_hungry = False
         if self._limiter is not None:
-            self._limiter.num_samples += size
-        return self._owner.taken_out(batch)
+            self._limiter.num_samples += len(batch.is_valid)
+        return batch
+
+    def _look(
+        self, batch_size: int | None, options: Mapping[str, Any], consume: bool = False
+    ) -> Sample | None:
+        """Sample a batch that counts for nothing, or return None if none can be sampled now."""
+        size = self.buffer.batch_size if batch_size is None else operator.index(batch_size)
+        batch = self._owner.draw(size, options, consume)
+        return None if batch is None else self._owner.taken_out(batch)
 
     def _wait(self, where: str, is_ready: Any, timeout: float | None, why: Any) -> None:
         """Wait until `is_ready()`, with the lock released; after `timeout`, raise a TimeoutError

@@ -147,14 +147,14 @@ class TieredOwner(StateOwner):
         plan = self.ask(_plan, arguments, reads=function)
         return made_of(plan, self.tier.take(plan))
 
-    def draw(self, batch_size: int, options: Mapping[str, Any]) -> Any:
+    def draw(self, batch_size: int, options: Mapping[str, Any], consume: bool = True) -> Any:
         """Return a `Pending` batch, or None if the buffer cannot sample."""
         checks.check_size("sample", "batch_size", batch_size)
         if not self.has_example or not self.can_draw(options):
             return None
         call, draw = self.ask, _draw_plan
         if isinstance(self.buffer.sampler, ConsumingSampler):
-            call, draw = self.change, _pop_plan
+            call, draw = (self.change, _pop_plan) if consume else (self.ask, _look_plan)
         plan = call(draw, self.draws.next, options, batch_size=batch_size)
         self.draws.count()
         gather = self.tier.take_later if self._ahead else self.tier.take
@@ -178,6 +178,11 @@ def _draw_plan(index: Any, state: Any, draw: Any, options: Any, batch_size: int)
 @functools.partial(program, changes=True, static=("batch_size",), on_one_core=True)
 def _pop_plan(index: Any, state: Any, draw: Any, options: Any, batch_size: int) -> tuple[Any, Plan]:
     return index.plan("pop", state, key_of(draw), batch_size=batch_size, **options)
+
+
+@functools.partial(program, static=("batch_size",), on_one_core=True)
+def _look_plan(index: Any, state: Any, draw: Any, options: Any, batch_size: int) -> Plan:
+    return index.plan("pop", state, key_of(draw), batch_size=batch_size, **options)[1]
 
 
 @functools.partial(program, static=("reads",))

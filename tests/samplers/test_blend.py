@@ -519,6 +519,51 @@ def test_every_third_row_stays_new_in_another_buffer(tmp_path):
     assert pop(every, state, jax.random.key(0))[1].experience.obs[:2].tolist() == [8, 9]
 
 
+@pytest.mark.parametrize("rows", ["device", "host"])
+def test_a_replay_looks_at_new_rows_and_takes_none(rows):
+    """Prefetched batches have taken theirs."""
+    buffer = jr.items(capacity=16, batch_size=2, sampler=jr.OnlineQueue())
+    given = {"example": np.float32(0), "rows": rows, "framework": "numpy"}
+    replay = jr.Replay(buffer, **given)
+    for value in range(5):
+        replay.add(np.float32([value]))
+    looks = [replay.sample(consume=False).experience.tolist() for _ in range(2)]
+    assert looks == [[0, 1], [0, 1]]
+    assert replay.sample().experience.tolist() == [0, 1]
+    assert replay.sample(3, consume=False).experience.tolist() == [2, 3, 4]
+    assert replay.metrics()["num_new"] == 3
+    ahead = jr.Replay(buffer, **given, prefetch=1, samples_per_insert=1.0)
+    ahead.add(np.arange(5, dtype=np.float32)[:, None])
+    assert ahead.sample().experience.tolist() == [0, 1]
+    assert ahead.sample(consume=False).experience[0] == 4
+    assert ahead.sample().experience.tolist() == [2, 3]
+
+
+def replay_with_queue(num_added, **queue):
+    """Return a replay that adds so many rows before each batch of 4, and samples for a while."""
+    buffer = jr.items(capacity=64, batch_size=4, sampler=jr.OnlineQueue(**queue))
+    replay = jr.Replay(buffer, example=np.float32(0))
+    replay.add(np.zeros((40, 1), np.float32))  # a warm-up
+    for _ in range(130):
+        for _ in range(num_added):
+            replay.add(np.zeros(1, np.float32))
+        replay.sample()
+    return replay
+
+
+def test_a_replay_warns_once_of_a_queue_that_lags():
+    with pytest.warns(UserWarning, match="sample: the online queue lags: .* rows are new") as found:
+        replay = replay_with_queue(6)
+    assert len(found) == 1
+    lost = replay.metrics()["num_lost"]
+    assert lost > 100
+    assert f"{lost:,} new rows were overwritten before" in str(replay.inspect())
+    for num_added, period in ((3, 1), (6, 3)):  # these catch up with the warm-up
+        replay = replay_with_queue(num_added, period=period)
+        assert replay.metrics()["num_new"] == 0
+        assert "were overwritten before" not in str(replay.inspect())
+
+
 def test_members_of_a_mixture_may_have_fractions_of_a_call():
     """Its items are those of the members' own batches; priorities reach the right rows."""
     ours = jr.items(capacity=16, batch_size=1, sampler=jr.Prioritized(alpha=1.0, beta=1.0))
