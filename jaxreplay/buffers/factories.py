@@ -410,12 +410,15 @@ def future_pairs(
     gamma: float = 0.99,
     beyond: str = "truncate",
     max_terminals: int | None = None,
+    unfinished: bool = False,
+    sampler: Sampler | None = None,
     **shared: Unpack[BufferOptions],
 ) -> ReplayBuffer[Pair]:
     """Make a buffer of pairs: a step, and an observation from later in its episode.
 
     A sample chooses an episode uniformly, then a step of it uniformly, then a later row at a
-    geometric horizon.
+    geometric horizon. Until an episode has ended, `can_sample` is False, and a batch has zeros
+    alone, which are not valid; with `unfinished`, until an env has a step and the next one.
 
     Args:
       gamma: Parameter of the geometric distribution, in [0, 1]: P(k rows later) is in proportion to
@@ -425,6 +428,12 @@ def future_pairs(
       max_terminals: Number of episode ends up to which horizons may reach, into later episodes of
         the env. Unfinished episodes, and those whose first rows are overwritten, are then sampled
         too. Default: horizons end with their episode, which must be complete.
+      unfinished: Also sample unfinished episodes, with horizons up to their newest row, and those
+        whose first rows are overwritten. Default: False.
+      sampler: Chooses the steps. With `jaxreplay.Uniform()` each step is equally probable, as in
+        JaxGCRL; else the few steps of an episode that has just begun are as probable together as
+        those of a whole one. Default: `UniformEpisodes()`, of unfinished episodes, too, where these
+        are sampled.
       capacity: Rows of all envs together, the final row of each episode included. A multiple of
         `num_envs`.
       num_envs: Number of parallel envs. Each has a ring of `capacity / num_envs` rows. Default: 1.
@@ -458,12 +467,12 @@ def future_pairs(
       >>> (pairs.future_obs - pairs.obs).tolist()
       [1.0, 1.0]
     """
-    sampler = UniformEpisodes(unfinished=max_terminals is not None)
-    return ReplayBuffer(
-        sampler=sampler,
-        view=FutureView(gamma=gamma, beyond=beyond, max_terminals=max_terminals),
-        **shared,
+    view = FutureView(
+        gamma=gamma, beyond=beyond, max_terminals=max_terminals, unfinished=unfinished
     )
+    if sampler is None:
+        sampler = UniformEpisodes(unfinished=unfinished or max_terminals is not None)
+    return ReplayBuffer(sampler=sampler, view=view, **shared)
 
 
 def rollout(

@@ -127,7 +127,7 @@ class Prioritized(PrioritySampler):
                 f"{type(self).__name__}: this view's window reaches to the end of the episode, so "
                 "rows become sampleable by whole episodes, but priorities need a window of fixed "
                 "length. Use sampler=jaxreplay.Uniform(), or a view with a fixed window: "
-                'jaxreplay.hindsight(..., strategy="random") or FutureView(max_terminals=1)'
+                'jaxreplay.hindsight(..., strategy="random") or FutureView(unfinished=True)'
             )
         return window
 

@@ -29,6 +29,9 @@ class FutureView(View[Pair]):
         reach into later episodes of the env, and unfinished episodes may be sampled. n ends at the
         m-th end strictly ahead, or at the last of fewer ends, or without any at the newest row.
         Default: n ends with the row's own episode, which must have ended.
+      unfinished: Also sample rows of episodes that go on, as soon as a later row is there. n then
+        ends at the newest row, so that a row gets farther horizons later. Default: False, a row
+        waits for the end of its episode; `max_terminals` samples such rows in any case.
 
     Example:
       >>> import numpy as np
@@ -48,6 +51,7 @@ class FutureView(View[Pair]):
     gamma: float = 0.99
     beyond: str = "truncate"
     max_terminals: int | None = None
+    unfinished: bool = False
 
     def _check(self) -> None:
         if not 0 <= self.gamma <= 1:
@@ -59,11 +63,11 @@ class FutureView(View[Pair]):
 
     @property
     def window(self) -> Window:
-        return (
-            Window(after=None)
-            if self.max_terminals is None
-            else Window(after=1, crosses_episodes=True, needs_episodes=True)
-        )
+        if self.max_terminals is not None:
+            return Window(after=1, crosses_episodes=True, needs_episodes=True)
+        if self.unfinished:
+            return Window(after=1, needs_final_obs=True, needs_episodes=True)
+        return Window(after=None)
 
     @property
     def is_random(self) -> bool:

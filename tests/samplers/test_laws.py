@@ -175,6 +175,67 @@ def test_the_second_terminal_bounds_a_horizon_where_several_lie_ahead():
         check(np.bincount(mine, minlength=bound + 1)[1:], np.full(bound, 1 / bound))
 
 
+def future_law(episode, gamma):
+    """Return the probability of each step's goal, [N, N], by JaxGCRL's rule: of the steps after it
+    in its episode, geometric; itself with nearly nothing, which counts where there are none."""
+    step, goal = np.indices((len(episode), len(episode)))
+    is_later = (goal > step) & (episode[step] == episode[goal])
+    mass = np.where(is_later, gamma ** (goal - step), 1e-5 * (goal == step))
+    return mass / mass.sum(axis=1, keepdims=True)
+
+
+def test_pairs_of_episodes_that_go_on_have_the_law_of_jaxgcrl():
+    """But the newest step, and a truncated one, whose next observation is unknown: these have no
+    later step, and JaxGCRL pairs them with themselves."""
+    episode, gamma = np.repeat([0, 1, 2], [4, 3, 6]), 0.8
+    sizes = {"capacity": 16, "batch_size": DRAWS, "autoreset": "same_step_no_final_obs"}
+    buffer = jr.future_pairs(**sizes, gamma=gamma, unfinished=True, sampler=jr.Uniform())
+    time = np.arange(len(episode))[:, None]
+    steps = plain_step(time, terminated=time == 3, truncated=time == 6)
+
+    @jax.jit
+    def run(steps):
+        state = begun(buffer, steps)
+        return buffer.can_sample(state), buffer.sample(state, jax.random.key(5)).experience
+
+    can_sample, pairs = jax.device_get(run(steps))
+    assert can_sample
+    law = future_law(episode, gamma)
+    law[[6, 12]] = 0
+    counts = np.zeros_like(law)
+    np.add.at(counts, (pairs.obs, pairs.future_obs), 1)
+    check(counts.ravel(), law.ravel() / law.sum())
+    assert (pairs.future_obs - pairs.obs == pairs.num_steps).all()
+
+
+@pytest.mark.parametrize("unfinished", [False, True])
+def test_there_is_no_batch_of_pairs_before_there_is_a_pair(unfinished):
+    """In the first episode, whose third step ends it."""
+    buffer = jr.future_pairs(
+        capacity=8, batch_size=4, gamma=0.8, autoreset="same_step", unfinished=unfinished
+    )
+    replay = jr.Replay(buffer, framework="numpy")
+    for time in range(3):
+        obs, ends = np.full(1, time, np.float32), np.full(1, time == 2)
+        replay.add(
+            obs=obs,
+            action=obs,
+            reward=obs,
+            terminated=ends,
+            truncated=~ends & ends,
+            final_obs=obs + 1,
+        )
+        there = time == 2 or (unfinished and time == 1)
+        assert replay.can_sample() == there
+        if not there:
+            with pytest.raises(TimeoutError, match="no batch can be sampled yet, 0 rows"):
+                replay.sample()
+            continue
+        pairs = replay.sample().experience
+        assert (pairs.future_obs > pairs.obs).all()
+        assert pairs.future_obs.max() <= (3 if time == 2 else 1)
+
+
 def hindsight(strategy, ratio, length=9, sampler=None, goes_on=0):
     """Sample relabelled items from an episode of `length` steps and another one, and from one that
     goes on; row t achieves goal t."""

@@ -122,7 +122,8 @@ def horizon(oracle, env, index, max_terminals=None):
     rows = oracle.streams[env]
     episode = spans(oracle, rows)
     if max_terminals is None:
-        return episode[index][1] - index
+        last = episode[index][1]
+        return (len(rows) - 1 if last is None else last) - index
     ends = sorted(
         {span[1] for span in episode[index:] if span and span[1] is not None and span[1] > index}
     )

@@ -277,9 +277,10 @@ def chunks():
 
 
 def pairs():
-    for form, terminals, in_episodes in itertools.product(FORMS, (None, 2), (False, True)):
-        view = jr.views.FutureView(gamma=0.9, max_terminals=terminals)
-        episodes = jr.UniformEpisodes(unfinished=terminals is not None)
+    kinds = ({}, {"max_terminals": 2}, {"unfinished": True})
+    for form, kind, in_episodes in itertools.product(FORMS, kinds, (False, True)):
+        view = jr.views.FutureView(gamma=0.9, **kind)
+        episodes = jr.UniformEpisodes(unfinished=bool(kind))
         sampler = episodes if in_episodes else jr.Uniform()
         yield Config(view=view, sampler=sampler, autoreset=form, allow_mask=in_episodes, spare=7)
 
@@ -315,7 +316,7 @@ _SOME = {
     sequences: (0, 5, 11, 6),
     stacks: (4, 5, 8, 0),
     chunks: (5, 0, 2, 4),
-    pairs: (0, 6, 9, 3),
+    pairs: (0, 8, 17, 13, 3, 10),
     relabelled: (1, 6, 9, 13, 10, 4),
 }
 TRIED = [
