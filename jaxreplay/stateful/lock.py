@@ -48,6 +48,11 @@ class Monitor:
         self._lock.release()
         block.__exit__()
 
+    def deliver(self) -> None:
+        """Run the handlers of signals that came meanwhile, which may raise."""
+        for block in self._blocks:
+            block.deliver()
+
     def wait(self, seconds: float) -> None:
         """Release the lock until another thread calls `notify_all`, or for so many seconds.
 
@@ -62,8 +67,7 @@ class Monitor:
             )
         finally:
             self._blocks = blocks
-        for block in blocks:
-            block.deliver()
+        self.deliver()
 
     def notify_all(self) -> None:
         self._changed.notify_all()

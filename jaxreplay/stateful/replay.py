@@ -7,7 +7,7 @@ import functools
 import operator
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Unpack
 
 import jax
@@ -626,6 +626,10 @@ class Replay:
 
         Each goes to the env with the fewest of them. Unfinished episodes of the replay end.
 
+        They are added a few MB at a time, if the buffer has one env or `allow_mask=True`: an error
+        or Ctrl-C then leaves those that were added before. Other buffers get them at the end, of a
+        state of their whole capacity.
+
         Args:
           episodes: Iterable of `jaxreplay.datasets.Episode`s.
           member: Name of the mixture's member that gets them. Default: None, without a mixture.
@@ -635,12 +639,40 @@ class Replay:
           RuntimeError: The replay is closed, or its rows were lost.
         """
         from jaxreplay.datasets import from_episodes
+        from jaxreplay.datasets.episodes import blocks, episode_parts
 
         owner = self._owner_of("add_episodes", member)
+        buffer = owner.buffer
+        is_divided = buffer.autoreset is not None and buffer.num_agents is None
+        if not is_divided or (buffer.num_envs > 1 and not buffer.allow_mask):
+            with self._monitor:
+                self._check_open()
+                state = from_episodes(episodes, owner.whole[0], owner.example)
+            self.merge(state, member=member)
+            return
         with self._monitor:
             self._check_open()
-            state = from_episodes(episodes, owner.whole[0], owner.example)
-        self.merge(state, member=member)
+            owner.check_not_lost()
+            parts, is_first = self._interruptible(episode_parts("add_episodes", episodes)), True
+            try:
+                for _, steps, mask in blocks("add_episodes", parts, buffer, owner.example):
+                    if is_first and owner.has_example:
+                        self._changing(owner.change, owner.method("end_streams"))
+                    is_first = False
+                    for call in owner.calls_of(steps, None, None, mask, None)[1]:
+                        self._changing(owner.change, *call)
+            except BaseException:
+                if not is_first and not owner.is_lost:  # the last one may have no end
+                    self._changing(owner.change, owner.method("end_streams"))
+                raise
+            finally:
+                self._start_anew()
+
+    def _interruptible(self, items: Iterable[Any]) -> Iterator[Any]:
+        """Yield items. Handlers of signals that came while one was made run before it is used."""
+        for item in items:
+            self._monitor.deliver()
+            yield item
 
     def __len__(self) -> int:
         """Return the number of sampleable rows."""

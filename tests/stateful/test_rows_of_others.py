@@ -1,5 +1,7 @@
 """A `Replay` begins with the rows of others, gets more of them, and shows its own."""
 
+import signal
+
 import jax
 import numpy as np
 import pytest
@@ -82,6 +84,39 @@ def test_demonstrations_come_first():
     assert rewards(replay) == before
     replay.add_episodes(demos[:1])
     assert len(replay) == len(before) + 4
+
+
+@pytest.mark.parametrize("rows", ["device", "host"])
+def test_demonstrations_go_into_the_rows_a_block_at_a_time(rows, monkeypatch):
+    """Ctrl-C leaves those that were added, and no episode that goes on."""
+    monkeypatch.setattr("jaxreplay.datasets.episodes._MOST_STEPS", 4)
+    replay = jr.Replay(
+        uniform(allow_mask=True), rows=rows, example=nth(steps(0), (0, 0)), framework="numpy"
+    )
+    replay.add(steps(500))
+    own, taken = rewards(replay), []
+    store = replay._owner.tier._store if rows == "host" else None
+
+    def episodes():
+        for k in range(8):
+            time, last = np.arange(6, dtype=np.float32) + 10 * k, np.arange(5) == 4
+            taken.append(k)
+            if k == 5:
+                signal.raise_signal(signal.SIGINT)
+            yield Episode(time, time[:-1], time[:-1], last, last & False)
+
+    with pytest.raises(KeyboardInterrupt):
+        replay.add_episodes(episodes())
+    assert taken == [*range(6)]
+    found = [reward for reward in rewards(replay) if reward not in own]
+    assert found == [reward for reward in found if reward % 10 < 5]
+    assert found[:10] == [0.0, 1.0, 2.0, 3.0, 4.0, 10.0, 11.0, 12.0, 13.0, 14.0]
+    replay.add(steps(700))
+    batch = replay.get(np.arange(replay.buffer.capacity))
+    goes_on = batch.is_valid & (batch.experience.discount > 0)
+    assert (batch.experience.next_obs - batch.experience.obs)[goes_on].max() == 1
+    if store is not None:
+        assert replay._owner.tier._store is store
 
 
 @pytest.mark.parametrize("framework", ["jax", "torch"])
