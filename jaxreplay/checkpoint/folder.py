@@ -7,6 +7,7 @@ import os
 import pathlib
 import secrets
 import shutil
+import stat
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -89,7 +90,8 @@ class Folder(Files):
 
     def read(self, name: str, most: int, memory: Memory = new_memory) -> np.ndarray:
         try:
-            with open(f"{self.name}/{name}", "rb", buffering=0) as file:
+            path = f"{self.name}/{name}"
+            with open(path, "rb", buffering=0, opener=regular) as file:
                 check_size(name, size := os.fstat(file.fileno()).st_size, most)
                 if hasattr(os, "posix_fadvise"):  # the system reads further ahead
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
@@ -121,6 +123,17 @@ class Folder(Files):
             with contextlib.suppress(FileNotFoundError):  # another process deletes it, too
                 shutil.rmtree(path)
         path.unlink(missing_ok=True)
+
+
+def regular(path: str, flags: int) -> int:
+    """Open a file, as `os.open` does. Raises a CorruptCheckpointError for what would be waited for,
+    such as a named pipe."""
+    file = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    kind = os.fstat(file).st_mode
+    if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):  # the caller refuses a folder
+        os.close(file)
+        raise CorruptCheckpointError(f"{path} is no regular file")
+    return file
 
 
 def _begin_to_write_out(file: io.FileIO) -> None:

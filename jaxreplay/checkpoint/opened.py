@@ -22,7 +22,7 @@ from jaxreplay.checkpoint.bundle import Spec
 from jaxreplay.checkpoint.contents import generation_of
 from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
 from jaxreplay.checkpoint.fits import check_fits
-from jaxreplay.checkpoint.folder import Folder
+from jaxreplay.checkpoint.folder import Folder, regular
 from jaxreplay.checkpoint.groups import Group
 from jaxreplay.checkpoint.manifest import TOKEN, Member
 from jaxreplay.checkpoint.restoring import Reading
@@ -93,7 +93,8 @@ class SavedRows(HostRows):
         """Map the arrays of a group into memory, after all of its file is read once. Raises a
         CorruptCheckpointError if it is missing or damaged."""
         try:
-            content = np.asarray(np.memmap(f"{store.name}/{group.file}", np.uint8, "r"))
+            with open(f"{store.name}/{group.file}", "rb", opener=regular) as file:
+                content = np.asarray(np.memmap(file, np.uint8, "r"))
         except (OSError, ValueError) as error:  # of an empty file
             raise CorruptCheckpointError(f"{group.file}: {error}") from error
         assert group.sums is not None

@@ -100,16 +100,21 @@ class FileRows(HostRows):
         own = {"format": _FORMAT, **about, "leaves": texts}
         self._rows = self._folder / "rows"
         self._maps: dict[str, mmap.mmap] = {}
+        self._starts: dict[str, int] = {}  # places of the first rows in their files
         self.arrays, self.journal = {}, {}
         try:
             if is_new := not self._rows.exists():
-                self._make(own, shapes)
+                new = {"id": secrets.token_hex(8), "token": secrets.token_hex(8), "branches": {}}
+                self._make({**own, **new}, shapes)
             self._about = self._read_about(own)
             # in the order in which they were made: that of a pytree of another kind may differ
             names = [("rows", name) for name in self._about["leaves"]]
             shapes = {key: shapes[key] for key in (*names, *shapes)}
+            # by which it is written also if it is renamed
+            self._files["folder"] = os.open(self._rows, os.O_RDONLY)
             for nth, (key, (shape, dtype)) in enumerate(shapes.items()):
-                self._open(key, self._rows / _file_name(nth, key), shape, dtype)
+                path, mark = self._rows / _file_name(nth, key), _mark(self._about, nth)
+                self._open(key, path, shape, dtype, mark)
         except BaseException:
             self.close()
             raise
@@ -153,8 +158,12 @@ class FileRows(HostRows):
                     start, size = file.tell(), math.prod(shape) * dtype.itemsize
                     file.flush()
                     _reserve(file.fileno(), start, size)
-            token = {"token": secrets.token_hex(8), "branches": {}}
-            _write_json(unfinished / "rows.json", {**about, **token})
+                    os.pwrite(file.fileno(), _mark(about, nth), start + size)
+            folder = os.open(unfinished, os.O_RDONLY)
+            try:
+                _write_json(folder, about)
+            finally:
+                os.close(folder)
             unfinished.rename(self._rows)
             _sync(self._folder)
         except BaseException:
@@ -182,29 +191,34 @@ class FileRows(HostRows):
         return found
 
     def _open(
-        self, key: tuple[str, str], path: pathlib.Path, shape: tuple[int, ...], dtype: Any
+        self, key: Any, path: pathlib.Path, shape: tuple[int, ...], dtype: Any, mark: bytes
     ) -> None:
         """Map the file of a leaf, or of a part of the journal."""
         kind, name = key
+        _check_file(path)
         try:
             with open(path, "rb") as file:
                 np.lib.format.read_magic(file)
                 found = np.lib.format.read_array_header_1_0(file)
                 start, size = file.tell(), math.prod(shape) * dtype.itemsize
+                file.seek(start + size)
+                own = file.read(len(mark))
         except FileNotFoundError as error:
             raise ValueError(f"{path} is missing, so that the rows are damaged") from error
         except ValueError as error:
             raise ValueError(f"{path} is no array file: {error}") from error
         if found != (shape, False, dtype):
             raise ValueError(f"{path} has {found[2]}{[*found[0]]}, not {dtype}{[*shape]}")
-        if (has := os.path.getsize(path)) != start + size:
+        if (has := os.path.getsize(path)) != start + size + len(mark):
             raise ValueError(
-                f"{path} has {has:,} bytes, not {start + size:,}: it is cut or damaged"
+                f"{path} has {has:,} bytes, not {start + size + len(mark):,}: it is cut or damaged"
             )
+        if own != mark:
+            raise ValueError(f"{path} is the file of another folder, or of another leaf")
         self._files[key] = os.open(path, os.O_RDWR)
         mapped = mmap.mmap(self._files[key], 0)
         if kind == "rows":
-            self._maps[name] = mapped
+            self._maps[name], self._starts[name] = mapped, start
             mapped.madvise(mmap.MADV_RANDOM)
         of_kind = self.arrays if kind == "rows" else self.journal
         of_kind[name] = np.ndarray(shape, dtype, mapped, start)
@@ -217,7 +231,7 @@ class FileRows(HostRows):
             array[rows] = values
             return
         # Through a map, a page that is overwritten would be read first.
-        file, start, size = self._files["rows", name], self._start(name), array[:1].nbytes
+        file, start, size = self._files["rows", name], self._starts[name], array[:1].nbytes
         values = np.ascontiguousarray(values).reshape(len(values), -1).view(np.uint8)
         for row, value in zip(rows.tolist(), values, strict=True):
             at, left = start + row * size, memoryview(value)
@@ -239,17 +253,13 @@ class FileRows(HostRows):
     def _advise(self, name: str, rows: np.ndarray) -> None:
         """Ask the system to read all pages of rows at once, in the background."""
         size = self.arrays[name][:1].nbytes
-        start = self._start(name) + np.sort(rows).astype(np.int64) * size
+        start = self._starts[name] + np.sort(rows).astype(np.int64) * size
         first, last = start // _PAGE, (start + max(size, 1) - 1) // _PAGE
         is_new = np.append(True, first[1:] > last[:-1] + 1)
         firsts, lasts = first[is_new], last[np.append(is_new[1:], True)]
         mapped = self._maps[name]
         for one, other in zip(firsts.tolist(), lasts.tolist(), strict=True):
             mapped.madvise(mmap.MADV_WILLNEED, one * _PAGE, (other - one + 1) * _PAGE)
-
-    def _start(self, name: str) -> int:
-        """Return the place of the first row in its file."""
-        return len(self._maps[name]) - self.arrays[name].nbytes
 
     # The journal.
 
@@ -309,7 +319,11 @@ class FileRows(HostRows):
             there still, and of the first ones that may be replaced: int64[E] both, as lists.
         """
         about = {**self._about, "branches": branches, "token": secrets.token_hex(8)}
-        _write_json(self._rows / "rows.json", about)
+        try:
+            _write_json(self._files["folder"], about)
+        except FileNotFoundError as error:
+            why = "the folder was deleted while its rows were in use"
+            raise FileNotFoundError(errno.ENOENT, why, str(self._rows)) from error
         self._about, self._is_saved = about, False
 
     def since(self, token: str, end: np.ndarray) -> np.ndarray | None:
@@ -348,10 +362,11 @@ def leaves_of(folder: Any) -> dict[str, jax.ShapeDtypeStruct]:
 
 def _found_about(path: pathlib.Path) -> dict[str, Any]:
     """Return what a folder says of its rows. Raises a ValueError if it is damaged."""
+    _check_file(path)
     try:
         found = json.loads(path.read_text())
         if found["format"] == _FORMAT:
-            bytes.fromhex(found["token"])
+            bytes.fromhex(found["token"] + found.get("id", ""))
             for text in found["leaves"].values():
                 spec_of(text)
             for limits in found["branches"].values():
@@ -377,8 +392,21 @@ def _file_name(nth: int, key: tuple[str, str]) -> str:
     return f"{nth}-{re.sub(r'[^A-Za-z0-9_.-]', '_', '.'.join(key).rstrip('.'))[:100]}.npy"
 
 
+def _mark(about: Mapping[str, Any], nth: int) -> bytes:
+    """Return the last bytes of a file, after its array: whose it is, and which. Those of earlier
+    versions have none."""
+    return bytes.fromhex(about["id"]) + nth.to_bytes(8, "little") if "id" in about else b""
+
+
+def _check_file(path: pathlib.Path) -> None:
+    """Raise a ValueError for what would be waited for, such as a named pipe."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no regular file, so that the rows are damaged")
+
+
 def _locked(path: pathlib.Path) -> int:
     """Return an open file that is locked."""
+    _check_file(path)
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -428,13 +456,15 @@ def _reserve(file: int, start: int, size: int) -> None:
         os.pwrite(file, zeros[: start + size - at], at)
 
 
-def _write_json(path: pathlib.Path, value: Any) -> None:
-    """Write a file, or replace it; a crash leaves the old one or the new one."""
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(value))
-    _sync(new)
-    new.replace(path)
-    _sync(path.parent)
+def _write_json(folder: int, value: Any) -> None:
+    """Write rows.json in an open folder; a crash leaves the one before or the new one."""
+    here = lambda name, flags: os.open(name, flags, 0o644, dir_fd=folder)
+    with open("rows.new", "w", opener=here) as file:
+        json.dump(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace("rows.new", "rows.json", src_dir_fd=folder, dst_dir_fd=folder)
+    os.fsync(folder)
 
 
 def _sync(path: pathlib.Path) -> None:

@@ -203,9 +203,28 @@ def overwrite(path):
     slots[1:].reshape(2, 3, -1)[:, file_rows.FIRST] = 9  # the oldest rows are newer than the newest
 
 
-def damage_json(path):
-    about = json.loads(path.read_text())
-    path.write_text(json.dumps({**about, "format": 99}))
+def damage_json(**changed):
+    def damage(files):
+        path = files[0].with_name("rows.json")
+        path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+
+    return damage
+
+
+def pipe(name):
+    def damage(files):
+        path = files[0].parent / name
+        path.unlink()
+        os.mkfifo(path)
+
+    return damage
+
+
+def swap(files):
+    """Give rewards the file of actions, which has the same shape and size in another buffer."""
+    tier, _ = opened(files[0].parents[1] / "twin")
+    tier.close()
+    shutil.copy(files[0].parents[1] / "twin" / "rows" / files[1].name, files[1])
 
 
 DAMAGE = {
@@ -215,13 +234,44 @@ DAMAGE = {
     r"0-rows.obs.image.npy has int32\[150\], not int32\[150, 1500\]": lambda files: shutil.copy(
         files[1], files[0]
     ),
-    "rows.json has the format 99; this version reads 1": lambda files: damage_json(
-        files[0].with_name("rows.json")
-    ),
+    "rows.json has the format 99; this version reads 1": damage_json(format=99),
     "rows.json is damaged": lambda files: files[0].with_name("rows.json").write_text("[]"),
+    "rows.json is damaged: Rec": lambda files: (
+        files[0].with_name("rows.json").write_text("[" * 100_000)
+    ),
+    "rows.json is damaged: Attr": damage_json(leaves=[1]),
+    "rows.json is damaged: .*'list'": damage_json(leaves={"x": []}),
+    "rows.json is damaged: .*no dtype": damage_json(leaves={"x": "int32"}),
+    "rows.json is damaged: .*'int'": damage_json(branches=3),
+    "rows.json is damaged: .*other numbers": damage_json(branches={"a": [["x"] * 3] * 2}),
+    "rows.json is damaged: .*numbers": damage_json(branches={"a": [[1] * 2] * 2}),
+    "rows.json is damaged: .*hex": damage_json(token="x"),
+    "rows.json is no regular file": pipe("rows.json"),
+    "1-rows.obs.x.npy is no regular file": pipe("1-rows.obs.x.npy"),
+    "lock is no regular file": pipe("../lock"),
+    "1-rows.obs.x.npy is the file of another folder": swap,
     "the journal has numbers of rows that cannot be": lambda files: overwrite(files[-1]),
     "rows.json is damaged:": lambda files: files[0].with_name("rows.json").unlink(),
 }
+
+
+def test_a_folder_that_is_renamed_or_deleted_while_it_is_open(tmp_path):
+    tier, state = opened(tmp_path / "rows")
+    state = tier.extend(state, steps(range(10)))
+    saver = Checkpointer(tmp_path / "index", tier)
+    saver.save(state)
+    (tmp_path / "rows").rename(tmp_path / "renamed")
+    state = tier.extend(saver.restore(example()), steps(range(10, 12)))
+    saver.save(state)
+    tier.close()
+    tier, state = opened(tmp_path / "renamed")
+    saver = Checkpointer(tmp_path / "index", tier)
+    check_rows(tier, saver.restore(example()), 0, 12)
+    image = np.load(files_of(tmp_path / "renamed")[0], mmap_mode="r")
+    assert image[:12, 0].tolist() == [number * NUM_ENVS for number in range(12)]
+    shutil.rmtree(tmp_path / "renamed")
+    with refused("the folder was deleted while its rows were in use.*renamed", FileNotFoundError):
+        saver.restore(example())
 
 
 @pytest.mark.parametrize("said", DAMAGE)
