@@ -95,7 +95,7 @@ def ours(num_rows: int, kind: str, shape: Any, dtype: Any, rows: Any) -> Way:
         for array in store.arrays.values():
             give_up(array.ctypes.data, array.nbytes)
         give_up_files(pathlib.Path(rows))
-        store._is_cold = True
+        store._is_cold.clear()
 
     return Way(sample, evict)
 
@@ -201,7 +201,7 @@ def prefetched(num_rows: int, folder: pathlib.Path, rounds: int) -> dict[str, fl
             for array in store.arrays.values():
                 give_up(array.ctypes.data, array.nbytes)
             give_up_files(own)
-            store._is_cold = True
+            store._is_cold.clear()
         replay.close()
         found[f"prefetch={prefetch}"] = statistics.median(times[2:]) * 1e3
     return found

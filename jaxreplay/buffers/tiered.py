@@ -149,7 +149,7 @@ class Tiered:
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
 
     def __repr__(self) -> str:
-        return f"jaxreplay.tiered({self.buffer!r})"
+        return f"jaxreplay.tiered({self.buffer!r}, rows={self.place!r})"
 
     def __getattr__(self, name: str) -> Any:
         if name in _IN_JIT:
@@ -952,10 +952,16 @@ class Tiered:
 
     def close(self) -> None:
         """Give up the rows, and their memory. Those in files stay there, for another `init`."""
-        concurrent.futures.wait([flight.future for flight in self._flights])
+        self.end_gathers()
         if self._store is not None:
             self._store.close()
         self._store = None
+
+    def end_gathers(self) -> None:
+        """Wait for all gathers, and end their thread. `take_later` starts another one."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.shutdown()
 
     def _changed(self, name: str, state: ReplayState, *arguments: Any) -> ReplayState:
         _check_outside(name, (state, arguments))

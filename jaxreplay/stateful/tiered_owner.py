@@ -111,6 +111,7 @@ class TieredOwner(StateOwner):
         self.tier.close()
 
     def close(self) -> None:
+        self.tier.end_gathers()
         if self.tier.is_in_files and not self._is_closed:
             self.keep_waiting()
             self._is_closed = True

@@ -15,6 +15,7 @@ import pathlib
 import re
 import secrets
 import shutil
+import threading
 import time
 import weakref
 from collections.abc import Mapping
@@ -124,7 +125,7 @@ class FileRows(HostRows):
         if not (is_possible & (last_flags >= 0) & (last_flags < 256)).all():
             self.close()
             raise ValueError(f"{self._rows}: the journal has numbers of rows that cannot be")
-        self._is_cold = True  # of the last rows taken
+        self._is_cold: dict[int, bool] = {}  # whether the last rows that a thread took were
         self._is_saved = True  # an index may have the token
         if not is_new:  # copies of a folder go on with tokens of their own
             with contextlib.suppress(OSError):  # a full disk can be read still
@@ -243,11 +244,12 @@ class FileRows(HostRows):
         if not rows.size:
             return super().take(name, rows)
         since = time.perf_counter()
-        if self._is_cold:
+        thread = threading.get_ident()
+        if self._is_cold.get(thread, True):
             self._advise(name, rows.reshape(-1))
         found = super().take(name, rows)
         seconds = time.perf_counter() - since
-        self._is_cold = seconds > _SLOW * rows.size + _SLOW_BYTE * found.nbytes
+        self._is_cold[thread] = seconds > _SLOW * rows.size + _SLOW_BYTE * found.nbytes
         return found
 
     def _advise(self, name: str, rows: np.ndarray) -> None:

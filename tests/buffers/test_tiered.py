@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import itertools
 import signal
+import threading
 import time
 import weakref
 
@@ -332,6 +333,17 @@ def test_an_interrupt_leaves_the_state_of_the_call_in_reach(monkeypatch):
     state = tier.add(tier.newest, np.int32([4]))
     assert tier.newest is None
     assert rows_of(tier, state, 5) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("place", ["host", "files"])
+def test_a_replay_that_is_closed_leaves_no_thread(place, tmp_path):
+    rows, before = ("host" if place == "host" else tmp_path), {*threading.enumerate()}
+    with jr.Replay(jr.items(capacity=8, batch_size=4), rows=rows, prefetch=1) as replay:
+        replay.add(np.int32([1]))
+        replay.sample()
+        assert {*threading.enumerate()} > before
+    assert {*threading.enumerate()} <= before
+    assert repr(replay._owner.tier).endswith(f"rows={str(rows)!r})")
 
 
 def test_gathers_of_stale_plans_fail_and_finished_ones_are_dropped():
