@@ -230,6 +230,10 @@ class Tiered:
         counters = {"lap": lap.astype(np.uint32), "position": position.astype(np.int32)}
         counters["filled"] = (end - first).astype(np.int32)
         counters["last_flags"] = progress[LAST_FLAGS].astype(np.uint8)
+        if (form := self.buffer.autoreset) is not None:  # of rows that were overwritten, too
+            cleared = np.asarray(row_flags.after_clear(form, jnp.array(counters["last_flags"])))
+            is_known = (first < end) | (end == 0)
+            counters["last_flags"] = np.where(is_known, counters["last_flags"], cleared)
         kept = {name: jnp.array(rows) for name, rows in store.journal.items()}
         rows = Rows(steps=None, flags=kept.get("flags"), candidate_number=None, table=None)
         before = ReplayState(rows, Counters.zeros(layout).set(**counters), None)

@@ -277,7 +277,9 @@ class FileRows(HostRows):
 
     def begin(self, number: np.ndarray) -> None:
         progress = self.progress
-        progress[FIRST] = np.maximum(progress[FIRST], number - self._length)
+        # of a block that is longer than the ring no row before it stays
+        oldest = np.minimum(number - self._length, progress[END])
+        progress[FIRST] = np.maximum(progress[FIRST], oldest)
         self._announce(progress)
 
     def end(self, number: np.ndarray, last_flags: Any, first: np.ndarray | None = None) -> None:
@@ -286,12 +288,12 @@ class FileRows(HostRows):
         Args:
           number: int64[E], the number of each env's next row.
           last_flags: uint8[E], flags of the newest rows.
-          first: int64[E], the number of each env's oldest row. Default: as it was.
+          first: int64[E], the number of each env's oldest row. Default: as it was, of a ring.
         """
         progress = self.progress
         progress[END], progress[LAST_FLAGS] = number, last_flags
-        if first is not None:
-            progress[FIRST] = first
+        oldest = np.maximum(progress[FIRST], number - self._length)
+        progress[FIRST] = oldest if first is None else first
         self._announce(progress)
 
     def forget(self) -> None:

@@ -161,6 +161,21 @@ def test_a_call_that_writes_no_row_of_a_page_changes_nothing_else(tmp_path):
         assert rows.reshape(8, -1)[:, 0].tolist() == [9, 10, 11, 4, 5, 6, 7, 8], name
 
 
+def test_a_kill_in_a_block_that_is_longer_than_the_ring_leaves_a_folder(tmp_path, monkeypatch):
+    """Its first rows may be written over all rows before."""
+    tier, state = opened(tmp_path)
+    state = tier.extend(state, steps(range(10)))
+    monkeypatch.setattr(file_rows.FileRows, "write", killed)
+    with refused("killed", KeyboardInterrupt):
+        tier.extend(state, steps(range(10, 70)))
+    monkeypatch.undo()
+    tier.close()
+    tier, state = opened(tmp_path)
+    assert tier._store.progress[:2].tolist() == [[10] * NUM_ENVS] * 2
+    state = tier.extend(state, steps(range(15, 18)))
+    assert pairs(tier, state) == {(15, 16), (16, 17)}
+
+
 def test_a_folder_is_open_once(tmp_path):
     tier, _ = opened(tmp_path)
     with refused(f"in use by the process {os.getpid()}; one at a time", BlockingIOError):
