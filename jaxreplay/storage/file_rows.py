@@ -89,6 +89,7 @@ class FileRows(HostRows):
         self._folder.mkdir(parents=True, exist_ok=True)
         # open files by what they have, closed at the latest with this object
         self._files: dict[Any, int] = {"lock": _locked(self._folder / "lock")}
+        _OPEN.add(self)
         self._closed = weakref.finalize(self, _close_all, self._files)
         # shapes and dtypes of the files, by the kind and name of what they have
         shapes: dict[tuple[str, str], Any] = {
@@ -394,6 +395,18 @@ def _file_name(nth: int, key: tuple[str, str]) -> str:
     """Return the name of a file, with its number, since names of leaves may be long, or differ in
     signs that a file's name cannot have."""
     return f"{nth}-{re.sub(r'[^A-Za-z0-9_.-]', '_', '.'.join(key).rstrip('.'))[:100]}.npy"
+
+
+def _give_up_locks() -> None:
+    """Close the locks of a process in a fork of it, which would keep the folders locked."""
+    for store in list(_OPEN):
+        if (lock := store._files.pop("lock", None)) is not None:
+            os.close(lock)
+
+
+_OPEN: weakref.WeakSet[FileRows] = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_give_up_locks)
 
 
 def _mark(about: Mapping[str, Any], nth: int) -> bytes:

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -186,6 +187,27 @@ def test_a_folder_is_open_once(tmp_path):
     tier.close()
     opened(tmp_path)  # it is closed when it is collected, too
     opened(tmp_path)
+
+
+def test_a_fork_does_not_keep_the_folder_locked(tmp_path):
+    tier, _ = opened(tmp_path)
+    ours, theirs = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX's, of forks
+        child = os.fork()
+    if not child:
+        os.close(theirs)
+        os.read(ours, 1)  # until the test ends
+        os._exit(0)
+    try:
+        with refused("in use by the process", BlockingIOError):
+            opened(tmp_path)
+        tier.close()
+        opened(tmp_path)
+    finally:
+        os.close(theirs)
+        os.close(ours)
+        os.waitpid(child, 0)
 
 
 def test_names_that_no_file_can_have_and_a_path_from_here(tmp_path, monkeypatch):
