@@ -317,8 +317,10 @@ class Tiered:
           mask: As for this method. Default: every env took every step.
           envs: As for this method. Default: all envs.
         """
+        _check_outside(where, (state, mask, given))
+        array = lambda one: None if one is None else np.asarray(one)
+        mask, given = array(mask), tuple(map(array, given))
         store, steps, envs = self._checked(where, state, steps, given, envs)
-        mask, given = jax.tree.map(np.asarray, (mask, given))
         if where == "add":
             steps, mask, given = jax.tree.map(lambda leaf: leaf[None], (steps, mask, given))
         axes = jax.tree.leaves(steps)[0].shape[:2]
@@ -341,15 +343,15 @@ class Tiered:
                 leaf = leaf.reshape(len(row), *leaf.shape[2:])
                 rows, kept = row, is_written
             parts.append((name, rows[kept], _bits(leaf[kept], stored[name])))
-        noted = self._noted(store, flags, envs, is_written) if isinstance(store, FileRows) else None
         self._wait_for_gathers(number)
 
         def append() -> ReplayState:
             after = _extend(self.index, state, flags, given, envs)
-            store.begin(number)
+            self._begin(store, number, given)
             for part in parts:
                 store.write(*part)
-            if noted is not None:
+            if isinstance(store, FileRows):
+                noted = self._noted(store, flags, envs, is_written)
                 self._note(store, noted, row, is_written, number)
             self.num_written = number
             return after
@@ -381,6 +383,16 @@ class Tiered:
                 "returned its own: go on with state = tier.newest"
             )
         check_not_deleted(where, state)
+
+    def _begin(self, store: HostRows, number: np.ndarray, given: Any) -> None:
+        """Begin to write rows.
+
+        Args:
+          store: Where they lie.
+          number: int64[E], the number of each env's next row then.
+          given: The further arguments of the method.
+        """
+        store.begin(number)
 
     def _checked(
         self, where: str, state: ReplayState, steps: PyTree, given: tuple[Any, ...], envs: Any

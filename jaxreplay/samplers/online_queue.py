@@ -95,7 +95,7 @@ class OnlineQueue(Joined, ConsumingSampler):
     def from_numbers(self, sampleable: Sampleable, numbers: dict[str, jax.Array]) -> PyTree:
         # Rows are not new, unless they were of a buffer with a queue.
         state = super().from_numbers(sampleable, numbers)
-        if not of_class(Queue, numbers):
+        if not of_class(EveryNth, numbers):
             end = sampleable.first_candidate_number() + sampleable.count().astype(jnp.uint32)
             state["queue"] = state["queue"].replace(next=end)
         return state

@@ -269,10 +269,6 @@ def _places(sampleable: Sampleable) -> tuple[jax.Array, jax.Array, jax.Array]:
     return row, first, ring.difference(number, first[:, None])
 
 
-def _plus(count: jax.Array, more: jax.Array) -> jax.Array:
-    return count + jnp.minimum(more, _MAX_COUNT - count)
-
-
 class EveryNth(Queue):
     """Consume every `period`-th sampleable row of each stream once; the others are never consumed.
 

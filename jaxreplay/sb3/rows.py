@@ -84,14 +84,10 @@ class TransitionTier(Tiered):
         """
         is_continued = np.concatenate([goes_on[1:], np.zeros_like(goes_on[:1])])
         steps = steps.replace(truncated=~steps.terminated & ~is_continued)
-        given = goes_on, was_first
-        store, *_ = self._checked("extend", state, steps, given, None)
+        given, before = (goes_on, was_first), self.num_written
+        self._checked("extend", state, steps, given, None)
         concurrent.futures.wait([flight.future for flight in self._flights])
-        self._begin_anew()
-        if isinstance(store, FileRows):
-            self._reopen(store, goes_on[0], was_first[0])
-        before, number = self.num_written, self.num_written - goes_on[0]
-        self.num_written = number
+        self.num_written = number = before - goes_on[0]
         try:
             return self._append("extend", state, steps, given)
         except BaseException:
@@ -99,11 +95,15 @@ class TransitionTier(Tiered):
                 self.num_written = before
             raise
 
-    def _reopen(self, store: FileRows, mask: np.ndarray, was_first: np.ndarray) -> None:
-        """Note that the newest rows, which are final, are removed, as `newest_row.reopen` does."""
-        number, flags = self.num_written - mask, np.where(was_first, row_flags.FIRST, 0)
-        store.journal["flags"][self._newest(number)[mask]] = flags[mask]
-        store.end(number, np.where(mask, flags, store.progress[LAST_FLAGS]))
+    def _begin(self, store: Any, number: np.ndarray, given: Any) -> None:
+        """Begin to write rows. First the newest ones, which are final, are removed, as
+        `newest_row.reopen` does."""
+        self._begin_anew()
+        if isinstance(store, FileRows):
+            mask, flags = given[0][0], np.where(given[1][0], row_flags.FIRST, 0)
+            store.journal["flags"][self._newest(self.num_written)[mask]] = flags[mask]
+            store.end(self.num_written, np.where(mask, flags, store.progress[LAST_FLAGS]))
+        super()._begin(store, number, given)
 
 
 class RowsOwner(StateOwner):

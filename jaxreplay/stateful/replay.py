@@ -248,7 +248,7 @@ class Replay:
         step = as_stored("add", owner.buffer, fields if step is None else step)
         given = {"mask": mask, "priority": priority}
         if mask is not None or priority is not None:
-            given = host_arrays.own("add", given)
+            given = host_arrays.own("add", {name: _array_of(x) for name, x in given.items()})
         waits = self._limiter is None
         if waits and self._add_quickly(owner, step, env, envs, **given):
             return
@@ -478,8 +478,8 @@ class Replay:
           ValueError: The sampler has no priorities, or an argument has another shape.
           RuntimeError: The replay is closed, or its rows were lost.
         """
-        priority = np.array(priority) if isinstance(priority, list | tuple) else priority
-        priority = host_arrays.own("update_priorities", {"priority": priority})["priority"]
+        priority = {"priority": _array_of(priority)}
+        priority = host_arrays.own("update_priorities", priority)["priority"]
         with self._monitor:
             self._check_open()
             given = self._owner.put((_index_of(index), priority))
@@ -980,6 +980,10 @@ def _index_of(index: Any) -> Any:
         given = {name: index[name] for name in ("row", "lap", "source") if name in index}
     else:
         given = {"row": index}
-    lists = {name: np.array(x) if isinstance(x, list | tuple) else x for name, x in given.items()}
-    own = host_arrays.own("index", lists)
+    own = host_arrays.own("index", {name: _array_of(x) for name, x in given.items()})
     return Index(**own) if len(own) > 1 else own["row"]
+
+
+def _array_of(given: Any) -> Any:
+    """Return a list or a tuple as an array, and all else as it is."""
+    return np.array(given) if isinstance(given, list | tuple) else given

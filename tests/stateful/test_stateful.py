@@ -11,7 +11,7 @@ import pytest
 import jaxreplay as jr
 from jaxreplay import checkpoint
 from jaxreplay._util import checks
-from jaxreplay.buffers import memory
+from jaxreplay.buffers import memory, tiered
 from jaxreplay.buffers.jitted import options_here
 from jaxreplay.host import arrays as host_arrays
 from jaxreplay.stateful import owner
@@ -446,6 +446,27 @@ def test_a_failed_add_leaves_the_rows_or_says_that_they_are_lost(saved, monkeypa
         replay.load(path)
     replay.add(step(4))
     assert len(replay) == 12
+
+
+def test_a_program_that_is_refused_loses_no_rows_on_the_host(monkeypatch):
+    replay = jr.Replay(jr.items(capacity=4, num_envs=2, batch_size=2, allow_mask=True), rows="host")
+    for number in range(3):  # it wraps around
+        replay.add(np.float32([number, -number]))
+    before = np.sort(replay.state.rows.steps)
+
+    def fails(*given):
+        raise MemoryError("no room for a program")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tiered, "_extend", fails)
+        for item, given in ((7, {"env": 1}), ([7, 8], {"mask": [True, False]})):
+            with pytest.raises(MemoryError):
+                replay.add(on_device(np.float32(item)), **given)
+        replay.add(np.float32(9), env=0)
+        with pytest.raises(MemoryError):
+            len(replay)
+    assert before.tolist() == [-2, -1, 1, 2]
+    assert np.sort(replay.state.rows.steps).tolist() == [-2, -1, 2, 9]
 
 
 def test_a_saved_replay_goes_on_as_if_never_stopped(tmp_path):
