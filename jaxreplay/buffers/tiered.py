@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxreplay._util import checks
+from jaxreplay._util import checks, transfers
 from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay._util.names import named, nested
 from jaxreplay._util.signals import defer_interrupts
@@ -582,7 +582,8 @@ class Tiered:
         store = self._store_of("take_later")
         if self._thread is None:
             self._thread = concurrent.futures.ThreadPoolExecutor(1, "jaxreplay-rows")
-        future = self._thread.submit(self._gather, plan, store, self.num_written)
+        gather = transfers.allows(self._gather)
+        future = self._thread.submit(gather, plan, store, self.num_written)
         self._flights = [one for one in self._flights if not one.future.done()]
         self._flights.append(_Flight(plan, future))
         return future

@@ -17,6 +17,7 @@ from stable_baselines3.common import buffers
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
+from jaxreplay._util import transfers
 from jaxreplay.datasets.episodes import Episode, episode_parts, steps_of
 from jaxreplay.inspection.contents import resets_of
 from jaxreplay.samplers import Sampler
@@ -70,6 +71,7 @@ class DropInBuffer(buffers.ReplayBuffer):
 
     copy_info_dict = False  # True keeps the steps' infos, for `HerReplayBuffer`
 
+    @transfers.allows
     def __init__(
         self,
         buffer_size: int,
@@ -250,7 +252,7 @@ class DropInBuffer(buffers.ReplayBuffer):
             self._flush()
         watch, problem = self._owner.watch, None
         if not len(record) and watch.is_due:
-            problem = watch.look(lambda: resets_of(self._state))
+            problem = watch.look(transfers.allows(lambda: resets_of(self._state)))
         self._columns = {}
         if self.copy_info_dict:
             with self._monitor:  # the step and its infos change together
@@ -419,6 +421,7 @@ class DropInBuffer(buffers.ReplayBuffer):
         )
         return action.reshape(self.n_envs, self.action_dim) if is_alive else action
 
+    @transfers.allows
     def __getattr__(self, name: str) -> Any:
         if name not in columns.NAMES:
             raise AttributeError(name)
@@ -501,6 +504,7 @@ class DropInBuffer(buffers.ReplayBuffer):
         left_out = ("_monitor", "_owner", "_columns", "_obs_specs")
         return {name: value for name, value in state.items() if name not in left_out}
 
+    @transfers.allows
     def __getstate__(self) -> dict[str, Any]:
         if self.rows not in ("device", "host"):
             raise TypeError(
@@ -510,6 +514,7 @@ class DropInBuffer(buffers.ReplayBuffer):
         rows = jax.tree.map(np.asarray, self._state)
         return {**self._attributes(), "_rows": rows}
 
+    @transfers.allows
     def __setstate__(self, state: dict[str, Any]) -> None:
         rows = state["_rows"]
         state = {name: value for name, value in state.items() if name != "_rows"}

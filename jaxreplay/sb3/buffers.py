@@ -8,6 +8,7 @@ import torch
 from gymnasium import spaces
 from stable_baselines3.common.vec_env import VecNormalize
 
+from jaxreplay._util import transfers
 from jaxreplay._util.aliases import PyTree
 from jaxreplay.buffers.jitted import method
 from jaxreplay.samplers.prioritized import Prioritized
@@ -248,6 +249,7 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
     def _sampler(self) -> Prioritized:
         return Prioritized(alpha=self.alpha, beta=self.beta)
 
+    @transfers.allows
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> PrioritizedSamples:
         """Sample transitions in proportion to priority ** alpha, with their weights."""
         with self._monitor:

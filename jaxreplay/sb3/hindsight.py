@@ -15,7 +15,7 @@ from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 from stable_baselines3.her.goal_selection_strategy import GoalSelectionStrategy
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer as TheirHerReplayBuffer
 
-from jaxreplay._util import checks
+from jaxreplay._util import checks, transfers
 from jaxreplay._util.aliases import PyTree
 from jaxreplay.samplers import PrioritySampler
 from jaxreplay.sb3.base import DropInBuffer
@@ -124,6 +124,7 @@ class HerReplayBuffer(DropInBuffer, TheirHerReplayBuffer):
         for place, info in zip(rows.tolist(), infos, strict=True):
             self.infos[place] = info
 
+    @transfers.allows
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Sample transitions uniformly: first those with their own goals, then those with new."""
         return self._samples(self._drawn(batch_size)[0], env)
@@ -237,6 +238,7 @@ class PrioritizedHerReplayBuffer(HerReplayBuffer, PrioritizedReplayBuffer):  # t
     _samples = DropInBuffer._samples
     _normalized_reward = DropInBuffer._normalized_reward
 
+    @transfers.allows
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> PrioritizedSamples:
         """Sample transitions in proportion to priority ** alpha, with their weights."""
         item, (index, probability) = self._drawn(batch_size)

@@ -18,6 +18,7 @@ import torch
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 
+from jaxreplay._util import transfers
 from jaxreplay.sb3.base import DropInBuffer
 
 M = TypeVar("M", bound=OffPolicyAlgorithm)
@@ -71,6 +72,7 @@ class SaveCallback(BaseCallback):
         if self.model.num_timesteps > self._last:
             self._save()
 
+    @transfers.allows
     def _save(self) -> None:
         model, content = self.model, io.BytesIO()
         buffer = _buffer_of("SaveCallback", model)
@@ -89,6 +91,7 @@ class SaveCallback(BaseCallback):
         self._last = model.num_timesteps
 
 
+@transfers.allows
 def resume(path: Any, model: M, step: int | None = None) -> M:
     """Restore model and replay buffer from a checkpoint of `SaveCallback`.
 

@@ -1,10 +1,11 @@
-"""A lock for calls from many threads. Signals wait until a call ends; in a forked process, where a
-call would hang, it raises."""
+"""A lock for calls from many threads. Signals wait until a call ends, and `jax_transfer_guard` does
+not hold meanwhile; in a forked process, where a call would hang, it raises."""
 
 import os
 import threading
 from typing import Any
 
+from jaxreplay._util import transfers
 from jaxreplay._util.checks import check_not_forked
 from jaxreplay._util.signals import defer_interrupts
 
@@ -22,7 +23,8 @@ class Monitor:
         self._what, self._pid = what, os.getpid()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._blocks: list[defer_interrupts] = []  # of the thread that has the lock
+        # of the thread that has the lock: signals wait, transfers are allowed
+        self._blocks: list[tuple[defer_interrupts, Any]] = []
 
     def without_delay(self) -> Any:
         """Return the lock alone, to use in `with`. Signals do not wait: it is for changes that an
@@ -37,20 +39,23 @@ class Monitor:
         try:
             while not self._lock.acquire(timeout=_TICK):
                 block.deliver()
-            self._blocks.append(block)
+            allowed = transfers.allowed()
+            allowed.__enter__()
+            self._blocks.append((block, allowed))
         except BaseException:
             block.__exit__()
             raise
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        block = self._blocks.pop()
+    def __exit__(self, *error: Any) -> None:
+        block, allowed = self._blocks.pop()
+        allowed.__exit__(*error)
         self._lock.release()
         block.__exit__()
 
     def deliver(self) -> None:
         """Run the handlers of signals that came meanwhile, which may raise."""
-        for block in self._blocks:
+        for block, _ in self._blocks:
             block.deliver()
 
     def wait(self, seconds: float) -> None:

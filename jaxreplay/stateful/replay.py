@@ -13,7 +13,7 @@ from typing import Any, Unpack
 import jax
 import numpy as np
 
-from jaxreplay._util import checks
+from jaxreplay._util import checks, transfers
 from jaxreplay._util.aliases import Framework, PyTree
 from jaxreplay._util.names import kind_of
 from jaxreplay.actors import Actor, Actors
@@ -105,6 +105,7 @@ class Replay:
       (8, (4, 3))
     """
 
+    @transfers.allows
     def __init__(
         self,
         buffer: ReplayBuffer | Mixture,
@@ -401,6 +402,7 @@ class Replay:
                 raise
             yield batch
 
+    @transfers.allows
     def sample(
         self,
         batch_size: int | None = None,

@@ -116,3 +116,22 @@ def test_a_place_and_a_device_are_refused():
         sb3.ReplayBuffer(50, VECTOR, BOX, storage_device="cpu", rows="host")
     with refused('rows must be "host", or the path of a folder'):
         sb3.ReplayBuffer(50, VECTOR, BOX, rows="disk")
+
+
+@pytest.mark.parametrize("kind", ["dict", "priorities", "goals"])
+def test_a_guard_of_transfers_holds_for_no_buffer(kind):
+    with jax.transfer_guard("disallow"):
+        for place in ({}, {"rows": "host"}):
+            if kind == "goals":
+                buffer = hindsight.make(90, n_envs=3, **place)
+                hindsight.fill(buffer, 20)
+            else:
+                buffer = KINDS[kind](**place)
+                space = DICT if kind == "dict" else VECTOR
+                added_to([buffer], stream(space, BOX, buffer.n_envs, 40))
+            batch = buffer.sample(16)
+            if kind == "priorities":
+                buffer.update_priorities(batch.indices, np.ones(16))
+            assert buffer.rewards.any()
+            assert pickle.loads(pickle.dumps(buffer)).size() == buffer.size()
+            buffer.reset()
