@@ -5,9 +5,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
-from jaxreplay._util.names import printable
+from jaxreplay._util.aliases import PyTree
+from jaxreplay._util.names import nested, printable
 from jaxreplay.checkpoint.bundle import Spec
 from jaxreplay.checkpoint.chain import Chain
 from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
@@ -17,6 +19,7 @@ from jaxreplay.checkpoint.restoring import Rest
 from jaxreplay.checkpoint.store import store_at
 from jaxreplay.inspection.contents import COUNTERS, Contents, Rows, numbers_in_order
 from jaxreplay.storage import ring, stored_arrays
+from jaxreplay.types import Step
 
 _OF_PRIORITIES = "sampler.jaxreplay/Prioritized:"  # begins the names of its numbers
 _MASS = f"{_OF_PRIORITIES}mass"
@@ -61,6 +64,19 @@ def generation_of(
             + (f": pass member= one of {names}" if names else f", which has no {what}")
         )
     return store, manifest
+
+
+def example_of(member: Member) -> PyTree:
+    """Return shapes and dtypes of one env's step, or of an item, with dicts as pytrees."""
+    leaves = {leaf.name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in member.leaves}
+    steps = nested(leaves)["steps"]
+    if not member.layout.autoreset:
+        return steps
+    agents = getattr(steps.get("terminated"), "shape", ())  # their flags are stored, too
+    flag = jax.ShapeDtypeStruct(agents, bool)
+    final_obs = steps["obs"] if member.layout.autoreset == "same_step" else None
+    flags = {"terminated": flag, "truncated": flag}
+    return Step(**{**steps, **flags, "final_obs": final_obs})
 
 
 def _rows_of(store: Files, member: Member) -> Rows:

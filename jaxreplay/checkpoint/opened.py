@@ -9,17 +9,15 @@ import functools
 import threading
 from typing import Any, NoReturn
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay._util.aliases import PyTree
-from jaxreplay._util.names import nested
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.tiered import Tiered
 from jaxreplay.checkpoint import bundle
 from jaxreplay.checkpoint.bundle import Spec
-from jaxreplay.checkpoint.contents import generation_of
+from jaxreplay.checkpoint.contents import example_of, generation_of
 from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
 from jaxreplay.checkpoint.fits import check_fits
 from jaxreplay.checkpoint.folder import Folder, regular
@@ -29,7 +27,6 @@ from jaxreplay.checkpoint.restoring import Reading
 from jaxreplay.checkpoint.rows import rows_at
 from jaxreplay.storage.host_rows import HostRows
 from jaxreplay.storage.state import ReplayState
-from jaxreplay.types import Step
 
 
 class SavedRows(HostRows):
@@ -139,7 +136,7 @@ class Opened(Tiered):
                 "jaxreplay.Replay(buffer, rows=folder)"
             )
         self._member, self._cache_bytes = own, cache_bytes
-        self.example = _example_of(own) if example is None else example
+        self.example = example_of(own) if example is None else example
         if not isinstance(buffer, ReplayBuffer):
             raise ValueError(f"open: buffer must be a ReplayBuffer, got {buffer!r}")
         num_envs, layout = len(own.end), own.layout
@@ -204,14 +201,3 @@ class Opened(Tiered):
     adopt: Any = _refuse
     replace: Any = _refuse
     whole: Any = _refuse
-
-
-def _example_of(member: Member) -> PyTree:
-    """Return shapes and dtypes of one env's step, or of an item, with dicts as pytrees."""
-    leaves = {leaf.name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in member.leaves}
-    steps = nested(leaves)["steps"]
-    if not member.layout.autoreset:
-        return steps
-    agents = getattr(steps.get("terminated"), "shape", ())  # their flags are stored, too
-    flag = jax.ShapeDtypeStruct(agents, bool)
-    return Step(**{**steps, "terminated": flag, "truncated": flag})

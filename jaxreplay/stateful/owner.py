@@ -32,6 +32,7 @@ from jaxreplay.types import Sample
 if TYPE_CHECKING:
     from jaxreplay.checkpoint import Checkpointer
 
+_TIMEOUT = 60.0  # seconds that a request to an object store may take
 _METADATA = "replay"  # key of the replay's metadata in a checkpoint
 
 
@@ -135,8 +136,13 @@ class Owner:
         """Drop the rows. `when`: for the error."""
         raise NotImplementedError
 
-    def put_loaded(self, state: Any) -> None:
-        """Replace the state, and the steps that wait, by a state that was loaded."""
+    def put_loaded(self, state: Any, example: Any) -> None:
+        """Replace the state, and the steps that wait, by a state that was loaded. If there was no
+        example yet, begin with this one."""
+        raise NotImplementedError
+
+    def example_in(self, path: Any, step: int | None) -> Any:
+        """Return shapes and dtypes of one env's step in a checkpoint."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -187,19 +193,18 @@ class Owner:
         Returns:
           The metadata; {} if a `Checkpointer`, not a `Replay`, saved the state. And the extras.
         """
-        if self.example is None:
-            raise ValueError(
-                "load: the shapes of a step are not known yet; make the replay with "
-                "jaxreplay.Replay(buffer, example=step)"
-            )
         checkpointer = self.last_checkpointer.at(path, self.saved, max_to_keep=1, overwrite=True)
+        example = self.example
+        if example is None:
+            example = self.example_in(path, step)
         self.keep_waiting()  # a load that fails keeps them
-        restore = functools.partial(checkpointer.restore, self.example, step, extras=extras)
+        restore = functools.partial(checkpointer.restore, example, step, extras=extras)
         with self.on_device():
             try:
                 found = restore()
             except (MemoryError, jax.errors.JaxRuntimeError) as error:
-                if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+                is_full = isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+                if not is_full or self.example is None:  # there is nothing to free
                     raise
                 found = None
             if found is None:  # after the handler, whose traceback may keep memory alive
@@ -210,7 +215,7 @@ class Owner:
         saved = checkpointer.metadata.get(_METADATA)
         metadata = saved if isinstance(saved, dict) else {}
         with defer_interrupts():
-            self.put_loaded(state)
+            self.put_loaded(state, example)
             if isinstance(num_draws := metadata.get("num_draws"), int):
                 self.draws.num = num_draws & 0xFFFFFFFF
         return metadata, extras
@@ -255,9 +260,17 @@ class StateOwner(Owner):
     def free(self, when: str) -> None:
         self._state, self._can_sample, self._lost = None, None, when
 
-    def put_loaded(self, state: Any) -> None:
+    def put_loaded(self, state: Any, example: Any) -> None:
+        if not self.has_example:
+            return self.init(example, state)
         self._state, self._can_sample, self._lost = self.put(state), None, None
         self._staging.drop(len(self._staging))
+
+    def example_in(self, path: Any, step: int | None, member: str = "") -> Any:
+        from jaxreplay.checkpoint import contents  # an extra
+
+        _, manifest = contents.generation_of(path, step, member, _TIMEOUT, "load")
+        return contents.example_of(manifest.members[member])
 
     @property
     def is_lost(self) -> bool:
@@ -653,9 +666,15 @@ class MixtureOwner(Owner):
         for owner in self._all:
             owner.free(when)
 
-    def put_loaded(self, state: Any) -> None:
+    def put_loaded(self, state: Any, example: Any) -> None:
         for name, owner in self.members.items():
-            owner.put_loaded(state[name])
+            owner.put_loaded(state[name], example[name])
+
+    def example_in(self, path: Any, step: int | None) -> Any:
+        return {
+            name: owner.example if owner.has_example else owner.example_in(path, step, name)
+            for name, owner in self.members.items()
+        }
 
     @property
     def has_example(self) -> bool:

@@ -56,8 +56,8 @@ class Replay:
     Args:
       buffer: A `ReplayBuffer`, as `jaxreplay.uniform`, `prioritized`, `sequences`, ... make it, or
         a `Mixture`: methods that add or read rows then take the name of a `member`.
-      example: One env's step, or one item; only structure, shapes and dtypes are read. A `load`
-        before the first `add` needs it. `state` takes its place. Default: the first step added.
+      example: One env's step, or one item; only structure, shapes and dtypes are read. `state`
+        takes its place. Default: the first step added, or that of the checkpoint that is loaded.
       state: State to begin with, of any `ReplayBuffer` with the same steps, as `from_episodes` and
         `checkpoint.restore` return it; for a mixture a dict of some members' states by name. The
         replay takes it over: do not use it afterwards. Default: an empty one.
@@ -811,10 +811,12 @@ class Replay:
     def load(self, path: Any, *, step: int | None = None, extras: Any = None) -> Any:
         """Replace the state by one that `save`, or a `Checkpointer`, wrote.
 
-        The buffer adopts the saved rows, as `ReplayBuffer.adopt` does: it may have changed.
-        If the load fails, the replay keeps its state. If memory cannot hold both states, all files
-        are verified first, then the old state is freed; if a file breaks after that, the rows are
-        lost. A load also recovers a replay whose rows were lost.
+        The buffer adopts the saved rows, as `ReplayBuffer.adopt` does: it may have changed. In a
+        replay without `example` and steps, later steps have the saved shapes, with dicts as
+        pytrees: give `example`, if yours have others. If the load fails, the replay keeps its
+        state. If memory cannot hold both states, all files are verified first, then the old state
+        is freed; if a file breaks after that, the rows are lost. A load also recovers a replay
+        whose rows were lost.
 
         Unfinished episodes continue with the next `add`, so restore the envs too. If you reset them
         instead, call `end_streams` after the load. Otherwise the last step before the save is
@@ -831,8 +833,8 @@ class Replay:
           The extras, or None.
 
         Raises:
-          ValueError: The shapes of a step are not known yet, the files are of another buffer, or
-            they are damaged (`CorruptCheckpointError`).
+          ValueError: The files are of another buffer, or they are damaged
+            (`CorruptCheckpointError`).
           FileNotFoundError: There is no checkpoint under the path, or none of that step.
           RuntimeError: The replay is closed.
         """

@@ -134,7 +134,7 @@ class TieredOwner(StateOwner):
                 "Replay: the folder of its rows has some already; make it with example=, then "
                 "merge the state"
             )
-        self.put_loaded(self.tier.adopt(state))
+        self.put_loaded(self.tier.adopt(state), self.example)
 
     def get(self, index: Any) -> Sample:
         self.check_begun("get")

@@ -14,7 +14,7 @@ from jaxreplay.checkpoint.fits import check_fits
 from tests.buffers.test_tiered import FEW, check_equal
 from tests.conftest import ALL
 from tests.support.buffers import CATALOG
-from tests.support.replays import output_of
+from tests.support.replays import make, output_of, step
 from tests.support.steps import plain_step
 
 CASES = [case for case in CATALOG if ALL or case.name in FEW[:2]]
@@ -211,3 +211,16 @@ print(open("/proc/self/status").read().split("RssAnon:")[1].split()[0])
     output_of(code, "write", cwd=tmp_path)
     few = int(output_of("import jaxreplay.checkpoint\n" + code, "few", cwd=tmp_path))
     assert int(output_of(code, "open", cwd=tmp_path)) - few < 60_000  # kB
+
+
+def test_steps_with_a_final_observation_need_no_example(tmp_path):
+    replay = make(2, 16, autoreset="same_step")
+    final = {"final_obs": step(9, (2,))["obs"]}
+    for t in range(3):
+        replay.add(step(t, (2,)) | final)
+    replay.save(tmp_path)
+    loaded = jr.Replay(replay.buffer)
+    loaded.load(tmp_path)
+    loaded.add(step(3, (2,)) | final)
+    with jr.open(tmp_path, replay.buffer) as opened:
+        assert (len(replay), len(opened), len(loaded)) == (4, 4, 6)

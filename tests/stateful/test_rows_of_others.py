@@ -9,6 +9,7 @@ import pytest
 import jaxreplay as jr
 from jaxreplay.datasets import Episode
 from tests.support.buffers import bits, jitted
+from tests.support.sampling import assert_same
 from tests.support.steps import nth, plain_step
 
 OPTIONS = {"num_envs": 2, "batch_size": 8, "autoreset": "next_step"}
@@ -186,6 +187,17 @@ def test_a_mixture_is_one_replay():
     replay.clear()
     assert len(replay) == 0
     assert not replay.can_sample()
+
+
+def test_a_mixture_is_loaded_without_an_example(tmp_path):
+    replay, loaded = mixed(example=nth(steps(0), (0, 0)), seed=0), mixed(seed=0)
+    replay.add(steps(0, num_envs=1), member="demos")
+    replay.add(steps(0), member="online")
+    replay.save(tmp_path / "replay")
+    loaded.load(tmp_path / "replay")
+    for each in (replay, loaded):
+        each.add(nth(steps(6), 0), member="online")
+    assert_same(loaded.sample(), replay.sample())
 
 
 def test_a_mixture_asks_for_the_member():
