@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import pickle
 import threading
+import time
 import traceback
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ import numpy as np
 
 from jaxreplay.actors.actor import Allowance, Setup, layout, run, views
 from jaxreplay.actors.block import Block, News
+from jaxreplay.actors.restarts import Restarts
 
 _REST = 0.02  # seconds between looks of an actor that need not wait for an answer
 _NAMESPACE = "jaxreplay"
@@ -125,14 +127,15 @@ class Mailbox:
     Args:
       act: Function that each actor runs, pickled.
       setup: What all are told.
-      max_restarts: Number of times that an actor is started again.
+      max_restarts: As for `Restarts`.
       options: Options of each actor.
     """
 
     def __init__(self, act: bytes, setup: Setup, max_restarts: int, options: dict[str, Any]):
         num = setup.num_actors
         self._act, self._setup, self._options = act, setup, options
-        self._restarts = [max_restarts] * num
+        self._restarts = [Restarts(max_restarts) for _ in range(num)]
+        self._is_stopped = asyncio.Event()
         self._news: list[News] = []
         self._last: dict[int, News] = {}  # of each actor
         self._incarnations = [-1] * num
@@ -179,17 +182,21 @@ class Mailbox:
 
     async def _end(self, done: Any, index: int, incarnation: int) -> None:
         """Wait for the end of an actor; start it again if it was lost."""
+        began = time.monotonic()
         try:
             why = await done
         except Exception as error:
             why = str(error) or repr(error)
-        kind = "done" if not why else "lost" if self._restarts[index] > 0 else "failed"
+        pause = self._restarts[index].pause_after(time.monotonic() - began) if why else None
+        kind = "done" if not why else "failed" if pause is None else "lost"
         self._incarnations[index] = incarnation + 1
         self._change(index)
         self._tell(News(index, incarnation, kind, why))
-        if kind == "lost":
-            self._restarts[index] -= 1
-            self._start(index, incarnation + 1)
+        if pause is not None:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._is_stopped.wait(), pause)
+            if not self._is_stopped.is_set():
+                self._start(index, incarnation + 1)
 
     def _tell(self, one: News) -> None:
         self._news.append(one)
@@ -268,7 +275,7 @@ class Mailbox:
         """Stop the actors. Those that run after so many seconds are killed."""
         import ray
 
-        self._restarts = [0] * len(self._restarts)
+        self._is_stopped.set()
         for index in range(len(self._counts)):
             self._incarnations[index] += 1
             self._change(index)
@@ -286,7 +293,7 @@ class Cluster:
       act: Function that each runs.
       setup: What all are told.
       incarnations: Of each actor, unless the mailbox has them.
-      max_restarts: Number of times that an actor is started again.
+      max_restarts: As for `Restarts`.
       name: As for `ray`.
       options: Options of each actor.
     """

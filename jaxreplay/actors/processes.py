@@ -32,19 +32,65 @@ from jaxreplay.actors.actor import (
     views,
 )
 from jaxreplay.actors.block import Block, News
+from jaxreplay.actors.restarts import Restarts
+
+fcntl: Any = None
+with contextlib.suppress(ImportError):  # of Windows
+    import fcntl
 
 _PATIENCE = 10.0  # seconds for an actor to return once the learner is gone
 _VERSION = struct.Struct("<q")
+_MEMORY = "/dev/shm"
+_PREFIX = "jaxreplay-actors-"
 
 
-def _shared_folder() -> str:
-    """Make a folder in memory that processes share, or among the temporary files."""
-    memory = "/dev/shm"
-    return tempfile.mkdtemp(prefix="jaxreplay-", dir=memory if os.access(memory, os.W_OK) else None)
+class Folder:
+    """A private folder, which is locked while the learner lives.
+
+    Args:
+      parent: Where it is made. Others there that no learner has locked are removed: theirs were
+        killed with all of their actors.
+    """
+
+    def __init__(self, parent: str):
+        for other in pathlib.Path(parent).glob(_PREFIX + "*"):
+            with contextlib.suppress(OSError):  # it is locked, or another user's
+                self.path, self._lock = str(other), _locked(str(other), wait=False)
+                self.remove()
+        while True:
+            self.path, self._lock = tempfile.mkdtemp(prefix=_PREFIX, dir=parent), None
+            try:
+                self._lock = _locked(self.path, wait=True)
+            except FileNotFoundError:  # another learner has removed it before it was locked
+                continue
+            except OSError:  # the file system has no locks
+                pass
+            return
+
+    def remove(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+
+def _locked(folder: str, wait: bool) -> int:
+    """Return a file that keeps a folder locked while it is open."""
+    if fcntl is None:
+        raise OSError("this system cannot lock folders")
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        os.stat(folder)
+        return file
+    except BaseException:
+        os.close(file)
+        raise
 
 
 def _mapped(path: pathlib.Path, size: int) -> mmap.mmap:
-    """Make a file of this size and map it; elsewhere if there is no room in the shared memory."""
+    """Make a file of this size and map it."""
     with open(path, "wb+") as file:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, size)  # else a full one would kill the process
@@ -59,23 +105,25 @@ def _slot(specs: Any, setup: Setup, number: int) -> int:
     return (number - number // IN_FLIGHT * IN_FLIGHT) * size
 
 
-def _tidy(folder: pathlib.Path) -> None:
-    """Remove the folder if the learner is gone, in a process of an actor."""
+def _tidy(folders: Sequence[str]) -> None:
+    """Remove the folders if the learner is gone, in a process of an actor."""
     learner = multiprocessing.parent_process()
     if learner is not None and multiprocessing.connection.wait([learner.sentinel], 0.3):
-        shutil.rmtree(folder, ignore_errors=True)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class _PipeLink:
     """An actor's end of a pipe, and the memory of its blocks."""
 
-    def __init__(self, pipe: Any, folder: str, name: str, setup: Setup, allowance: Allowance):
-        self._pipe, self._folder, self._name = pipe, pathlib.Path(folder), name
+    def __init__(
+        self, pipe: Any, folders: Sequence[str], name: str, setup: Setup, allowance: Allowance
+    ):
+        self._pipe, self._folders, self._name = pipe, folders, name
         self._setup, self._allowance = setup, allowance
         self._memory: Any = None
         self._specs: Any = None
         self._num_files = 0
-        self._params = os.path.join(folder, "params")
         self._seen: Any = None  # which file of parameters was read
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -85,53 +133,69 @@ class _PipeLink:
                 self._allowance.set(*self._pipe.recv())
         self._allowance.stop()
         time.sleep(_PATIENCE)
-        _tidy(self._folder)
+        _tidy(self._folders)
         os._exit(1)
 
     def arrays(self, specs: Any, number: int) -> Any:
         setup = self._setup
         size = layout(specs, setup.block_length, setup.num_envs)[1] * IN_FLIGHT
         if self._specs is None or specs != self._specs:
-            path = self._folder / f"{self._name}-{self._num_files}"
+            name = f"{self._name}-{self._num_files}"
             self._num_files += 1
-            try:
-                self._memory = _mapped(path, size)
-            except OSError:
-                path.unlink(missing_ok=True)
-                path = pathlib.Path(tempfile.gettempdir()) / f"jaxreplay-{os.getpid()}-{path.name}"
-                self._memory = _mapped(path, size)
+            path, self._memory = _made(self._folders, name, lambda path: _mapped(path, size))
+            self._tell("memory", path, specs)
             self._specs = specs
-            self._tell("memory", str(path), specs)
         return views(self._memory, specs, setup, _slot(specs, setup, number))
 
     def send(self, number: int, *figures: Any) -> None:
         self._tell("block", number, *figures)
 
     def newest(self) -> tuple[int, bytes] | None:
-        try:
-            found = os.stat(self._params)
-            if self._seen == (found.st_ino, found.st_mtime_ns):
-                return None
-            data = pathlib.Path(self._params).read_bytes()
-        except FileNotFoundError:
-            return None
-        self._seen = (found.st_ino, found.st_mtime_ns)
-        return _VERSION.unpack_from(data)[0], data[_VERSION.size :]
+        for folder in self._folders:  # the first one that has any has the newest
+            path = pathlib.Path(folder, "params")
+            with contextlib.suppress(FileNotFoundError):
+                found = path.stat()
+                seen = found.st_dev, found.st_ino, found.st_mtime_ns
+                if self._seen == seen:
+                    return None
+                data, self._seen = path.read_bytes(), seen
+                return _VERSION.unpack_from(data)[0], data[_VERSION.size :]
+        return None
 
     def _tell(self, *message: Any) -> None:
         try:
             self._pipe.send(message)
-        except OSError:
+        except ConnectionError:
             raise StoppedError from None
 
 
+def _made(folders: Sequence[str], name: str, make: Callable[[pathlib.Path], Any]) -> Any:
+    """Make a file of this name in the first folder that has room for it. Return its path, and what
+    `make` of it returns."""
+    for folder in folders:
+        path = pathlib.Path(folder, name)
+        try:
+            return str(path), make(path)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            # an error of the system has a number, one of a signal's handler has none
+            if folder == folders[-1] or error.errno is None:
+                raise
+    return None
+
+
 def _main(
-    pipe: Any, act: Callable[[Actor], Any], folder: str, index: int, incarnation: int, setup: Setup
+    pipe: Any,
+    act: Callable[[Actor], Any],
+    folders: Sequence[str],
+    index: int,
+    incarnation: int,
+    setup: Setup,
 ) -> None:
     """Run an actor in its process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the learner's
     allowance = Allowance()
-    link = _PipeLink(pipe, folder, f"{index}-{incarnation}", setup, allowance)
+    link = _PipeLink(pipe, folders, f"{index}-{incarnation}", setup, allowance)
     try:
         pipe.send(("ready",))
         run(act, index, incarnation, setup, link, allowance)
@@ -143,7 +207,7 @@ def _main(
             pipe.send(("failed", traceback.format_exc()))
         raise SystemExit(1) from None
     finally:
-        _tidy(pathlib.Path(folder))
+        _tidy(folders)
 
 
 def local(environment: Mapping[str, str] | None = None) -> Callable[..., "Processes"]:
@@ -167,6 +231,7 @@ class _Process:
     process: Any
     index: int
     incarnation: int
+    began: float
     memory: Any = None  # of its blocks
     specs: Any = None
     why: str = ""  # it failed
@@ -181,7 +246,7 @@ class Processes:
       act: Function that each runs.
       setup: What all are told.
       incarnations: Of each actor.
-      max_restarts: Number of times that an actor is started again.
+      max_restarts: As for `Restarts`.
       environment: Environment variables of the processes.
     """
 
@@ -205,9 +270,12 @@ class Processes:
         self._act, self._setup, self._environment = act, setup, dict(environment)
         self._alive: dict[Any, _Process] = {}  # by their pipes
         self._ended: list[Any] = []
-        self._restarts = [max_restarts] * setup.num_actors
-        self._folder = _shared_folder()
-        self.run = os.path.basename(self._folder)  # a name that no other run has
+        self._restarts = [Restarts(max_restarts) for _ in range(setup.num_actors)]
+        self._due: list[tuple[float, int, int]] = []  # when to start an actor, and its incarnation
+        # in memory that processes share, and on a disk for what that has no room for
+        parents = [_MEMORY] if os.access(_MEMORY, os.W_OK) else []
+        self._folders = [Folder(parent) for parent in (*parents, tempfile.gettempdir())]
+        self.run = os.path.basename(self._folders[0].path)  # a name that no other run has
         self._bell, self._has_rung = multiprocessing.Pipe(duplex=False), False
         self._context = multiprocessing.get_context("spawn")
         try:
@@ -221,7 +289,7 @@ class Processes:
         pipe, its_end = self._context.Pipe()
         process: Any = self._context.Process(
             target=_main,
-            args=(its_end, self._act, self._folder, index, incarnation, self._setup),
+            args=(its_end, self._act, self._paths, index, incarnation, self._setup),
             name=f"actor {index}",
         )
         before = {name: os.environ.get(name) for name in self._environment}
@@ -232,11 +300,18 @@ class Processes:
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
         its_end.close()
-        self._alive[pipe] = _Process(process, index, incarnation)
+        self._alive[pipe] = _Process(process, index, incarnation, time.monotonic())
+
+    @property
+    def _paths(self) -> list[str]:
+        return [folder.path for folder in self._folders]
 
     def receive(self, seconds: float) -> list[Block | News]:
         """Return blocks, and news of actors, that have arrived; wait for some as long."""
         found: list[Block | News] = []
+        for one in [one for one in self._due if one[0] <= time.monotonic()]:
+            self._due.remove(one)
+            self._start(*one[1:])
         for process in [one for one in self._ended if not one.is_alive()]:
             process.close()
             self._ended.remove(process)
@@ -248,9 +323,10 @@ class Processes:
                 continue
             try:
                 kind, *of = pipe.recv()
-                self._hear(self._alive[pipe], kind, of, found)
             except (EOFError, OSError):
                 self._end(pipe, found)
+            else:
+                self._hear(self._alive[pipe], kind, of, found)
         return found
 
     def _hear(self, process: _Process, kind: str, of: list[Any], found: list[Any]) -> None:
@@ -278,10 +354,16 @@ class Processes:
         process = self._alive.pop(pipe)
         if not process.is_done:
             process.process.join(1.0)
+        code = process.process.exitcode
+        if not process.is_done:
             process.process.kill()
         self._ended.append(process.process)
         index, incarnation = process.index, process.incarnation
-        why = process.why or f"its process ended with exit code {process.process.exitcode}"
+        why = process.why or (
+            "it closed its connection to the learner, and ran on"
+            if code is None
+            else f"its process ended with exit code {code}"
+        )
         if not process.has_begun:
             why += (
                 ", before it began. Each process imports the learner's script, whose main part "
@@ -289,12 +371,12 @@ class Processes:
             )
         if process.is_done:
             found.append(News(index, incarnation, "done"))
-        elif self._restarts[index] > 0:
-            self._restarts[index] -= 1
-            found.append(News(index, incarnation, "lost", why))
-            self._start(index, incarnation + 1)
-        else:
-            found.append(News(index, incarnation, "failed", why))
+            return
+        now = time.monotonic()
+        pause = self._restarts[index].pause_after(now - process.began)
+        found.append(News(index, incarnation, "failed" if pause is None else "lost", why))
+        if pause is not None:
+            self._due.append((now + pause, index, incarnation + 1))
 
     def allow(self, index: int, incarnation: int, acked: int, granted: int) -> None:
         """Tell an actor how many of its blocks were added, and how many it may begin."""
@@ -305,10 +387,14 @@ class Processes:
 
     def publish(self, version: int, data: bytes) -> None:
         """Let actors find new parameters."""
-        path = os.path.join(self._folder, "params")
-        with open(path + ".new", "wb") as file:
-            file.write(_VERSION.pack(version) + data)
-        os.replace(path + ".new", path)
+        paths = self._paths
+        write = lambda path: path.write_bytes(_VERSION.pack(version) + data)
+        made = pathlib.Path(_made(paths, "params.new", write)[0])
+        os.replace(made, made.with_name("params"))
+        # An actor takes those of the first folder that has any. Those of a later folder stay, so
+        # that it finds some at any time.
+        for path in paths[: paths.index(str(made.parent))]:
+            pathlib.Path(path, "params").unlink(missing_ok=True)
 
     def wake(self) -> None:
         """Let `receive` return."""
@@ -331,6 +417,7 @@ class Processes:
                 self._ended[-1].kill()
                 self._ended[-1].join()
                 self._ended.pop().close()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            for folder in self._folders:
+                folder.remove()
             for end_of_bell in self._bell:
                 end_of_bell.close()

@@ -336,9 +336,10 @@ class Replay:
           params: Parameters that `actor.params()` returns before others are published. Default:
             None.
           block_length: Number of steps of its envs that an actor sends at once. Default: 64.
-          max_restarts: Number of times that each actor is started again. After that, calls of this
-            replay raise an error with the last reason, until `stop` of the actors, or another
-            `start`. Default: 3.
+          max_restarts: Number of times in a row that each actor is started again, after pauses that
+            grow up to a minute. One that has run for ten minutes begins another row. After that,
+            calls of this replay raise an error with the last reason, until `stop` of the actors, or
+            another `start`. Default: 3.
           max_staleness: Largest number of versions by which parameters that acted are older than
             the newest ones, when a step is added. Actors wait before blocks that would be older.
             The limit is kept if each version is learned from equally many steps, and a block has

@@ -307,7 +307,7 @@ def test_an_interrupt_of_a_stop_leaves_nothing(monkeypatch):
     monkeypatch.setattr(multiprocessing.context.SpawnProcess, "join", join)
     with pytest.raises(KeyboardInterrupt):
         replay.close()
-    assert not os.path.exists(actors._engine._folder)
+    assert not os.path.exists(actors._engine._folders[0].path)
     for process in processes:
         with pytest.raises(ProcessLookupError):
             os.kill(process, 0)

@@ -33,7 +33,7 @@ def main(folder, number, last, address=None):
             had, (_, before) = len(replay), acting.check_rows(replay, 4, gaps=on and 4 * number)
         actors = replay.start(acting.endless, 2, block_length=8, on=on)
         if on is None:
-            (pathlib.Path(folder) / "memory").write_text(actors._engine._folder)
+            (pathlib.Path(folder) / "memory").write_text(actors._engine._folders[0].path)
         seconds = np.random.default_rng(number).uniform(0.0, 0.6)
         for count, batch in enumerate(replay):
             acting.check_transitions(batch)
