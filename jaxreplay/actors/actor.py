@@ -312,6 +312,8 @@ class Actor:
 
     def _put(self, leaves: list[Any], mask: Any, priority: Any) -> None:
         """Copy a step to the block that is filled."""
+        if self._length == self._setup.block_length:
+            self._send()  # an interrupt came before
         if self._length == 0:
             self.wait_for_grant()  # again, should an interrupt have ended the wait before
             its_mask = jax.ShapeDtypeStruct((), bool) if self._setup.allow_mask else None
@@ -344,12 +346,12 @@ class Actor:
         if self._length:
             now = time.monotonic()
             resets = self._ended if self._ended.any() else None
-            figures = self._first_version, resets, now - self._since, self._waited
-            self._ended = self._ended_after(self._length)
+            figures = self._length, self._first_version, resets, now - self._since, self._waited
+            number, ended = self._number, self._ended_after(self._length)
+            # at once, and first: should an interrupt come, the block is lost, and a gap
+            self._length, self._number, self._ended = 0, number + 1, ended
             self._since, self._waited = now, 0.0
-            length, self._length, self._arrays = self._length, 0, []
-            self._number += 1  # first: should an interrupt come, the block is lost, and a gap
-            self._link.send(self._number - 1, length, *figures)
+            self._link.send(number, *figures)
 
     def _ended_after(self, length: int) -> np.ndarray:
         """Return bool[e], True for the envs whose last step has ended an episode, if the next one

@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
-from jaxreplay.actors.actor import Setup
+from jaxreplay.actors.actor import Allowance, Setup, views
 from jaxreplay.actors.actors import Offer
 from jaxreplay.actors.block import Block, News
 from jaxreplay.stateful.actor_host import ActorHost
 from tests.conftest import ALL, SOAK
 from tests.support import acting
+from tests.support.interrupting import check_each_moment
 from tests.support.refusals import refused
 
 LONG = 120.0  # seconds
@@ -250,6 +251,48 @@ def test_an_interrupt_of_an_actor_repeats_no_step():
                 break
         actors.stop()
         acting.check_rows(replay, 4, gaps=10**6)
+
+
+@pytest.mark.no_xla
+def test_an_interrupt_of_an_actor_at_any_line_repeats_no_step():
+    """The interrupted step is added or not; if its block is lost, that is a gap, and the next block
+    still knows which envs are to reset."""
+    setup = Setup(1, 2, 3, 0, "next_step", None, True, acting.EXAMPLE, None)
+
+    class Link:
+        def __init__(self):
+            self.blocks = []
+
+        def arrays(self, specs, number):
+            self.now = views(bytearray(4096), specs, setup)
+            return self.now
+
+        def send(self, number, length, version, resets, *_):
+            times = self.now[0].reward
+            self.blocks.append((number, times[:length, 0].astype(int).tolist(), resets))
+
+    def make_call():
+        link, allowance = Link(), Allowance()
+        allowance.set(0, 100)
+        actor = jr.actors.Actor(0, 0, setup, link, allowance)
+        add = lambda times: [actor.add(acting.step_of(actor, time)) for time in times]
+        add(range(5))
+
+        def check():
+            add(range(7, 12))
+            actor.flush()
+            added = [time for _, times, _ in link.blocks for time in times]
+            assert added == sorted({*added})
+            assert {*range(3), *range(7, 12)} <= {*added}
+            for (before, earlier, _), (number, _, resets) in itertools.pairwise(link.blocks):
+                last = earlier[-1] if before == number - 1 else 5  # the lost one ended with it
+                ended = acting.ends(np.arange(2), last)
+                assert (np.zeros(2) if resets is None else resets).tolist() == ended.tolist()
+
+        return lambda: add([5, 6]), check
+
+    within = lambda frame: frame.f_code.co_filename == jr.actors.actor.__file__
+    check_each_moment(make_call, least=50, every=1, counts=within)
 
 
 def test_actors_go_on_after_a_load(tmp_path):
