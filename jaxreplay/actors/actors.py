@@ -145,10 +145,11 @@ class Actors:
         self._max_staleness, self._default = max_staleness, steps_per_version
         self.version = 0  # of the newest parameters
         data = _pickled("start", params)
-        places = saved["added"] if saved else []
-        if len(places) != setup.num_actors:
-            places = [(-1, 0)] * setup.num_actors
-        self._incarnations = [int(incarnation) + 1 for incarnation, _ in places]  # the newest
+        added = saved["added"] if saved else []
+        begun = (saved or {}).get("incarnations") or [newest for newest, _ in added]
+        if len(begun) != setup.num_actors:
+            begun = [-1] * setup.num_actors
+        self._incarnations = [incarnation + 1 for incarnation in begun]  # the newest
         self._engine: Engine = (on or local())(act, setup, self._incarnations, max_restarts)
         if not self._engine.is_new:
             self._incarnations = [0] * setup.num_actors
@@ -162,6 +163,7 @@ class Actors:
             raise
         num = setup.num_actors
         self._alive: list[Any] = [None] * num  # incarnations
+        self._begun = [*self._incarnations]  # of which others have the seeds
         self._acked, self._granted = [0] * num, [0] * num
         self._turn = 0
         self._is_done = [False] * num
@@ -228,6 +230,7 @@ class Actors:
         return {
             "run": self._engine.run,
             "added": [*self._inbox.added],
+            "incarnations": [*self._begun],
             "version": self.version,
         }
 
@@ -301,6 +304,7 @@ class Actors:
             return
         index, self._is_done[one.actor] = one.actor, one.kind == "done"
         self._incarnations[index] = max(self._incarnations[index], one.incarnation)
+        self._begun[index] = max(self._begun[index], one.incarnation + (one.kind == "lost"))
         self._alive[index] = one.incarnation if one.kind == "ready" else None
         self._acked[index], self._granted[index] = one.acked, one.granted
         self._figures["lost"] += one.kind in ("lost", "failed")

@@ -146,7 +146,8 @@ def test_actors_that_failed_are_stopped_or_replaced():
     for start, read in ((replay.start, replay.sample), (feed.start, feed.take)):
         engines = [Engine(News(0, number, "failed", "it broke")) for number in range(3)]
         for number, engine in enumerate(engines):
-            actors = start(acting.few, 2, on=lambda *_, engine=engine: engine)
+            actors = start(acting.few, 2, on=engine.begin)
+            assert engine.incarnations == [number] * 2  # each with another seed
             assert [one.num_stops for one in engines[:number]] == [1] * number
             until(lambda actors=actors: actors.is_stopped)
             with refused("the actors have stopped: actor 0 failed: it broke", RuntimeError):
@@ -417,6 +418,10 @@ class Engine:
     def __init__(self, *found):
         self._found = iter(found)
 
+    def begin(self, act, setup, incarnations, max_restarts):
+        self.incarnations = [*incarnations]
+        return self
+
     def receive(self, seconds):
         return list(itertools.islice(self._found, 1))
 
@@ -452,7 +457,7 @@ def test_a_step_that_only_resets_is_no_first_step():
         block(6, [[1, 1, 0], [1, 1, 1]], [False, False, True]),
         block(7, [[1, 1, 1], [1, 1, 1]], [True, True, True]),
     )
-    actors = jr.actors.Actors(acting.few, setup, Host, 1.0, on=lambda *_: engine)
+    actors = jr.actors.Actors(acting.few, setup, Host, 1.0, on=engine.begin)
     until(lambda: len(added) == 4)
     actors.stop()
     assert added == [
@@ -482,7 +487,7 @@ def test_masked_steps_are_no_rows_on_any_device(device):
     engine = Engine(block(1, False), block(3, True), block(4, False))
     buffer = jr.uniform(capacity=64, batch_size=4, autoreset="next_step", allow_mask=True)
     with jr.Replay(buffer, framework="numpy", device=device) as replay:
-        actors = replay.start(acting.few, 1, block_length=2, on=lambda *_: engine)
+        actors = replay.start(acting.few, 1, block_length=2, on=engine.begin)
         until(lambda: actors._inbox.added == [(0, 5)])
         obs = np.asarray(replay.state.rows.steps.obs)[:5, 0]
         assert obs.tolist() == [10, 11, 31, 40, 41]

@@ -164,7 +164,14 @@ def test_blocks_are_joined_with_padding():
 
 
 @pytest.mark.parametrize(
-    "damaged", [None, 3, {"": 3}, {"": {"run": "a", "added": [[0]], "version": 0}}]
+    "damaged",
+    [
+        None,
+        3,
+        {"": 3},
+        {"": {"run": "a", "added": [[0]], "incarnations": [0], "version": 0}},
+        {"": {"run": "a", "added": [[0, 0]], "incarnations": ["x"], "version": 0}},
+    ],
 )
 def test_damaged_numbers_of_a_checkpoint_are_ignored(damaged):
     assert places_of(damaged) == {}
