@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import warnings
 
 import numpy as np
@@ -157,6 +158,95 @@ def test_actors_that_failed_are_stopped_or_replaced():
     replay.clear()
     with refused("no batch can be sampled yet", TimeoutError):
         replay.sample(timeout=0)
+
+
+@pytest.mark.parametrize(
+    "on",
+    [
+        "local",
+        pytest.param(
+            "ray",
+            marks=[
+                *on_ray.marks,
+                pytest.mark.xfail(
+                    strict=True,
+                    reason="on Ray each grant of a block fetches and reads the parameters again",
+                ),
+            ],
+        ),
+    ],
+    indirect=True,
+)
+def test_an_actor_reads_each_version_once(on):
+    buffer = jr.items(capacity=64, num_envs=2, batch_size=4, allow_mask=True)
+    with jr.Replay(buffer, framework="numpy", timeout=LONG) as replay:
+        actors = replay.start(acting.counting, 1, params=acting.Read(), block_length=4, on=on)
+        until(lambda: actors.is_done)
+        assert set(replay.get(np.r_[:24]).experience["seen"]) == {1}
+
+
+@pytest.mark.skipif(not ALL, reason="in `make test-all`")
+@pytest.mark.xfail(
+    strict=True, reason="a learner that was replaced stops the actors of its successor"
+)
+def test_a_learner_that_was_replaced_leaves_its_successors_actors(cluster):
+    on = jr.actors.ray(name="successor", num_cpus=0.05)
+    with make() as second:
+        with make() as first:
+            first.start(acting.endless, 2, block_length=8, on=on)
+            until(first.can_sample)
+            actors = second.start(acting.endless, 2, block_length=8, on=on)
+            until(second.can_sample)
+        steps = actors.metrics()["steps"]
+        until(lambda: actors.is_stopped or actors.metrics()["steps"] > steps + 1_000)
+        assert actors.error is None
+
+
+@pytest.mark.no_xla
+@pytest.mark.xfail(strict=True, reason="no time is too long for a block")
+@pytest.mark.parametrize("max_staleness", [None, 1])
+def test_an_actor_that_hangs_does_not_hold_up_the_others(monkeypatch, max_staleness):
+    """Actor 1 sends nothing, though each look of the learner takes a second."""
+    seconds, sent = itertools.count(), []
+    clock = types.SimpleNamespace(monotonic=lambda: float(next(seconds)))
+    monkeypatch.setattr(jr.actors.actors, "time", clock)
+
+    class Host:
+        lock = contextlib.nullcontext()
+        progress = staticmethod(lambda: (0.0, 1.0, False))
+        changed = staticmethod(lambda: None)
+
+        @staticmethod
+        def insert(offer, timeout):
+            offer.cut()
+            offer.note()
+            return True
+
+    class Hanging(Engine):
+        granted = 0
+
+        def allow(self, index, incarnation, acked, granted):
+            self.granted = granted if index == 0 else self.granted
+
+        def receive(self, seconds):
+            found = super().receive(seconds)
+            if not found and len(sent) < self.granted:
+                sent.append(len(sent))
+                steps = np.zeros((8, 1)), np.ones((8, 1), bool), None
+                found = [Block(0, (0, sent[-1]), 0, 0, steps)]
+            return found
+
+    setup = Setup(2, 1, 8, 0, None, None, True, None, None)
+    engine = Hanging(News(0, 0, "ready"), News(1, 0, "ready"))
+    actors = jr.actors.Actors(
+        acting.few, setup, Host(), 8.0, on=engine.begin, max_staleness=max_staleness
+    )
+    while next(seconds) < 100_000 and len(sent) < 1_000:
+        if actors.metrics()["steps"] >= 8 * actors.version:  # each version takes a block
+            actors.publish(0)
+    actors.stop()
+    assert len(sent) >= 1_000
+    assert len(actors._grants) < 100
 
 
 class _Envs:

@@ -107,6 +107,26 @@ def following(actor):
         actor.add({"seen": np.full(actor.num_envs, params)})
 
 
+class Read:
+    """Parameters that become the number of times that a process has read them."""
+
+    num = 0
+
+    def __reduce__(self):
+        return _read, ()
+
+
+def _read():
+    Read.num += 1
+    return Read.num
+
+
+def counting(actor):
+    """Add how often the parameters were read."""
+    for _ in range(24):
+        actor.add({"seen": np.full(actor.num_envs, actor.params())})
+
+
 def masked(actor):
     """Add steps of some envs, with priorities of the actor's own."""
     for time in range(24):
