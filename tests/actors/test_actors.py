@@ -5,6 +5,8 @@ import contextlib
 import itertools
 import multiprocessing
 import os
+import pathlib
+import re
 import subprocess
 import sys
 import threading
@@ -26,6 +28,7 @@ from tests.support.interrupting import check_each_moment
 from tests.support.refusals import refused
 
 LONG = 120.0  # seconds
+ROOT = pathlib.Path(__file__).parent.parent.parent
 
 on_ray = pytest.param("ray", marks=pytest.mark.skipif(not ALL, reason="in `make test-all`"))
 
@@ -497,6 +500,23 @@ def test_a_run_continues_though_its_learner_is_killed(tmp_path, on, request):
         assert found.returncode == (0 if number == kills else -9), said
         if on is None:
             until(lambda: not os.path.exists((tmp_path / "memory").read_text()))
+
+
+def test_the_program_for_users_of_agentlace_runs_and_goes_on(tmp_path):
+    """It is that of the docs, with what `serl_program.py` has in place of SERL."""
+    page = (ROOT / "docs" / "migrating" / "agentlace.md").read_text()
+    cells = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    own = [cell for cell in cells if "def act(" in cell or "def main(" in cell]
+    assert len(own) == 2
+    program = tmp_path / "program.py"
+    around = (ROOT / "tests" / "support" / "serl_program.py").read_text()
+    program.write_text("\n\n".join(["import os, jaxreplay as jr", around, *own]))
+    command, last = [sys.executable, program, tmp_path / "run"], 0
+    for _ in range(2):
+        told = subprocess.run(command, capture_output=True, text=True, timeout=LONG, cwd=ROOT)
+        assert told.returncode == 0, told.stderr
+        first, last_before, last = int(told.stdout.split()[0]), last, int(told.stdout.split()[1])
+        assert last_before - 5 <= first <= last_before < last
 
 
 class Engine:
