@@ -331,7 +331,8 @@ class Replay:
 
         Args:
           act: Function `act(actor)`, which takes steps and gives each to `actor.add`, while
-            `actor.running`. See `actors.Actor`. If it returns, the actor is done.
+            `actor.running`. See `actors.Actor`. If it returns, the actor is done. It gets other
+            arguments by `functools.partial`.
           num_actors: Number of actors A, a divisor of `num_envs`.
           params: Parameters that `actor.params()` returns before others are published. Default:
             None.

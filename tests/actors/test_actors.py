@@ -519,6 +519,47 @@ def test_the_program_for_users_of_agentlace_runs_and_goes_on(tmp_path):
         assert last_before - 5 <= first <= last_before < last
 
 
+def test_an_actor_imports_what_it_needs_and_gets_arguments(tmp_path):
+    """Its process imports the file that was started, but not what that imports as the main one."""
+    for name, text in {
+        "acting_alone": """
+import sys
+
+import numpy as np
+
+def act(number, actor):
+    for _ in range(8):
+        found = {"number": number, "others": "learning_alone" in sys.modules}
+        actor.add({name: np.full(actor.num_envs, value) for name, value in found.items()})
+""",
+        "learning_alone": """
+import numpy as np
+
+import jaxreplay as jr
+
+def main(act):
+    buffer = jr.items(capacity=64, num_envs=2, batch_size=4, allow_mask=True)
+    with jr.Replay(buffer, framework="numpy", timeout=120) as replay:
+        replay.start(act, 1, block_length=4)
+        found = replay.sample().experience
+        assert (found["number"] == 7).all()
+        assert not found["others"].any()
+""",
+        "run": """
+import functools
+
+import acting_alone
+
+if __name__ == "__main__":
+    import learning_alone
+
+    learning_alone.main(functools.partial(acting_alone.act, 7))
+""",
+    }.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    subprocess.run([sys.executable, tmp_path / "run.py"], check=True, timeout=LONG, cwd=ROOT)
+
+
 class Engine:
     """Gives blocks and news to the learner, one at a time."""
 
