@@ -427,6 +427,30 @@ def episodes_of(arrays, **options):
     return [one.observations.tolist() for one in datasets.to_episodes(replay, state)]
 
 
+def test_extras_may_have_a_row_for_each_observation():
+    """As Minari's infos. The last, of the final observation, is left out."""
+    seven, six, none = np.arange(7, dtype=np.float32), np.zeros(6, np.float32), np.zeros(6, bool)
+    replay, ends = buffer("next_step"), np.arange(6) == 5
+    rows = {"actions": six, "rewards": six, "terminations": ends, "truncations": none}
+    infos = {"position": 10 * seven, "number": np.arange(6)}
+    group = {"0": rows | {"observations": seven, "infos": infos}}
+    one = datasets.Episode(seven, six, six, ends, none, extras=infos)
+    names = {"extras": "infos"}
+    for state in (
+        datasets.from_arrays(group, replay, names=names),
+        datasets.from_episodes([one], replay),
+    ):
+        (found,) = datasets.to_episodes(replay, state)
+        assert found.extras["position"].tolist() == [0, 10, 20, 30, 40, 50]
+        assert found.extras["number"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert datasets.required_capacity(group, names=names) == 7
+    longer = {"0": group["0"] | {"infos": {"position": np.arange(8)}}}
+    with pytest.raises(ValueError, match=r"arrays need the .*, position 8, observations 7"):
+        datasets.from_arrays(longer, replay, names=names)
+    with pytest.raises(ValueError, match=r"extras.position: expected 6 numbers or arrays, got"):
+        datasets.from_episodes([one._replace(extras={"position": np.arange(8)})], replay)
+
+
 def test_ends_that_are_easily_missed(tmp_path):
     six, none = np.arange(6, dtype=np.float32), np.zeros(6, bool)
     rows = dict.fromkeys(("observations", "actions", "rewards"), six) | {"terminals": none}
@@ -983,7 +1007,8 @@ def write_vault(folder, experience, length):
     import tensorstore
 
     def put(name, values, shape):
-        kvstore = {"driver": "ocdbt", "base": f"file://{folder}", "path": name}
+        base = {"driver": "file", "path": f"{folder}/"}
+        kvstore = {"driver": "ocdbt", "base": base, "path": name}
         spec = {"driver": "zarr", "kvstore": kvstore}
         array = tensorstore.open(spec, dtype=values.dtype, shape=shape, create=True).result()
         array[tuple(map(slice, values.shape))].write(values).result()
@@ -1007,6 +1032,13 @@ def write_by_flashbax(folder, experience, length):
     state = TrajectoryBufferState(experience=tree, current_index=index, is_full=no)
     module.Vault(folder.name, tree, rel_dir=str(folder.parent), vault_uid="a").write(state)
     return folder / "a"
+
+
+@pytest.mark.parametrize("name", ["50%25 done", "run#1?a", "\u00fc"])
+def test_a_vault_may_lie_at_any_path(name, tmp_path):
+    experience = {"observations": np.arange(6.0, dtype=np.float32).reshape(1, 6)}
+    (env,) = datasets.open_vault(write_vault(tmp_path / name, experience, 4))
+    assert np.asarray(env["observations"]).tolist() == [0, 1, 2, 3]
 
 
 @FORMS

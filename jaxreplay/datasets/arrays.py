@@ -65,7 +65,8 @@ def from_arrays(
     Args:
       arrays: Mapping of arrays [N, ...] by name, such as an `h5py.File`, a zarr group, what
         `open_npz` returns, or a dict. Or a mapping of such mappings, one an episode, whose
-        observations may have N + 1 rows. Or a list of such mappings, one an env.
+        observations may have N + 1 rows, and extras too, such as Minari's infos: each row belongs
+        to an observation, and the last is left out. Or a list of such mappings, one an env.
       buffer: As for `from_episodes`.
       example: One env's step, as for `buffer.init`. Default: the arrays' shapes and dtypes, cut to
         32 bits while `jax_enable_x64` is off.
@@ -349,14 +350,11 @@ def _blocks(
     if final_rows:  # the next observation is the next row's
         fields.pop("next_obs", None)
     total = jax.tree.leaves(fields["action"])[0].shape[0]
-    obs = jax.tree.leaves(fields["obs"])
-    is_longer = (
-        is_episode
-        and not final_rows
-        and "next_obs" not in fields
-        and all(array.shape[0] == total + 1 for array in obs)
-    )
-    _check_alike(where, fields, obs if is_longer else [], total, is_episode)
+    obs, extras = (jax.tree.leaves(fields.get(field)) for field in ("obs", "extras"))
+    has_one_more = lambda array: is_episode and not final_rows and array.shape[0] == total + 1
+    is_longer = "next_obs" not in fields and all(map(has_one_more, obs))
+    longer = [*(obs if is_longer else []), *filter(has_one_more, extras)]
+    _check_alike(where, fields, longer, total, is_episode)
     ends = None if episode_ends is None else episode_ends.read_ends(total)
     if counts:
         compared = fields["obs"] if "next_obs" in fields else ()

@@ -40,7 +40,8 @@ class Episode(NamedTuple):
       truncations: bool[T], True where the episode was cut. If no flag is True at the last step, it
         is truncated.
       id: Name in errors. Default: "".
-      extras: Pytree with leaves [T, ...]. Default: no further fields.
+      extras: Pytree with leaves [T, ...]; or [T + 1, ...], as observations, of which the last is
+        left out. Default: no further fields.
     """
 
     observations: PyTree
@@ -302,7 +303,7 @@ def rows_of(where: str, episode: Any) -> Rows:
             is_flag = part in ("terminations", "truncations")
             if (
                 leaf.dtype.kind not in "biuf"
-                or leaf.shape[:1] != (num,)
+                or leaf.shape[:1] not in ((num,), (num + (part == "extras"),))
                 or (is_flag and (leaf.ndim > 1 or not ((leaf == 0) | (leaf == 1)).all()))
             ):
                 raise ValueError(
@@ -317,7 +318,7 @@ def rows_of(where: str, episode: Any) -> Rows:
         found["terminations"].astype(bool),
         found["truncations"].astype(bool),
         at(found["observations"], slice(1, None)),
-        found["extras"],
+        cut(found["extras"], 0, length),
     )
 
 

@@ -308,7 +308,8 @@ def open_vault(path: Any) -> list[File]:
     context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 2**25}})
 
     def opened(name: str) -> Any:
-        kvstore = {"driver": "ocdbt", "base": f"file://{folder}", "path": name}
+        base = {"driver": "file", "path": f"{folder}/"}
+        kvstore = {"driver": "ocdbt", "base": base, "path": name}
         return tensorstore.open({"driver": "zarr", "kvstore": kvstore}, context=context).result()
 
     def arrays(tree: Any, prefix: str) -> Any:
