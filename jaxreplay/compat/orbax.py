@@ -22,6 +22,7 @@ References:
   https://orbax.readthedocs.io: `CheckpointManager`, `CheckpointHandler`, `StatefulCheckpointable`.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -125,7 +126,11 @@ def _saved(checkpointer: Checkpointer, state: Any, directory: epath.Path) -> int
 
 def _steps(root: epath.Path) -> set[int]:
     """Return the steps of the rows that orbax's folders name."""
-    return {_read(file.parent) for file in root.glob(f"*/*/{_FILE}")}
+    steps = set()
+    for file in root.glob(f"*/*/{_FILE}"):
+        with contextlib.suppress(FileNotFoundError):  # orbax deletes the folder meanwhile
+            steps.add(_read(file.parent))
+    return steps
 
 
 def _write(directory: epath.Path, step: int) -> None:

@@ -69,6 +69,25 @@ def test_orbax_commits_agent_and_replay(tmp_path):
     check_no_other_files(checkpointer, tmp_path / "replay")
 
 
+def test_a_folder_that_orbax_deletes_while_it_is_read_names_no_step(tmp_path, monkeypatch):
+    checkpointer, manager = manager_at(tmp_path)
+    state = begun(BUFFER, 0)
+    for step in (10, 20):
+        state = added(BUFFER, state, step - 10, 10)
+        save(manager, step, state)
+    read = orbax._read
+
+    def read_late(directory):
+        if "10" in directory.parts:
+            (directory / "jaxreplay.json").unlink(missing_ok=True)
+        return read(directory)
+
+    monkeypatch.setattr(orbax, "_read", read_late)
+    save(manager, 30, added(BUFFER, state, 20, 10))
+    assert checkpointer.all_steps() == [1, 2]
+    manager.close()
+
+
 def test_an_agent_that_resumes_by_orbax_has_the_returns_of_one_that_did_not(tmp_path):
     @jax.jit
     def trained(carry, state, stop):
