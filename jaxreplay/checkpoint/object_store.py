@@ -69,7 +69,7 @@ class Objects(Files):
         self._wait(f"to write {name}", self._files.write(name, b"".join(parts)))
 
     def create(self, name: str, content: bytes) -> bool:
-        what, found = f"to write {name}", self._fetch(name)
+        what, found = f"to write {name}", self._fetch(name, slice(0, 0))
         if found.state == "value":
             return False
         condition = {"if_equal": found.stamp.generation}
@@ -90,7 +90,12 @@ class Objects(Files):
 
     def read(self, name: str, most: int, memory: Memory = new_memory) -> np.ndarray:
         del memory
-        found = self._fetch(name)
+        # asked before it is read as a whole: is there a byte beyond the most?
+        found = self._fetch(name, slice(most, most + 1))
+        if found is None:
+            found = self._fetch(name)
+        elif found.state == "value":
+            raise CorruptCheckpointError(f"{name} has more bytes, expected at most {most:,}")
         if found.state != "value":
             raise MissingError(f"{name} is missing")
         check_size(name, len(found.value), most)
@@ -116,11 +121,14 @@ class Objects(Files):
             self._files.delete_range(ts.KvStore.KeyRange(f"{name}/", f"{name}0")),
         )
 
-    def _fetch(self, name: str) -> Any:
-        """Read a file. Raises a CorruptCheckpointError if the store refuses it permanently."""
+    def _fetch(self, name: str, part: slice | None = None) -> Any:
+        """Read a file, or a part of its bytes; None if it ends before. Raises a
+        CorruptCheckpointError if the store refuses it permanently."""
         try:
-            return self._wait(f"for {name}", self._files.read(name))
+            return self._wait(f"for {name}", self._files.read(name, byte_range=part))
         except _RefusedError as error:
+            if part is not None and "OUT_OF_RANGE" in str(error):
+                return None
             raise CorruptCheckpointError(f"{name}: {error.__cause__}") from error.__cause__
 
     def _wait(self, what: str, future: Any) -> Any:

@@ -160,7 +160,7 @@ def test_a_name_is_created_once(store):
     assert not store.create("manifests/1", b"two")
     assert store.read("manifests/1", 3).tobytes() == b"one"
     assert store.entries("manifests") == ["1"]
-    with refused("manifests/1 has 3 bytes, expected at most 2", CorruptCheckpointError):
+    with refused("manifests/1 has .* bytes, expected at most 2", CorruptCheckpointError):
         store.read("manifests/1", 2)
 
 

@@ -18,6 +18,7 @@ import tensorstore
 
 from jaxreplay import checkpoint
 from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError, PathInUseError
+from jaxreplay.checkpoint.object_store import Objects
 from jaxreplay.checkpoint.store import store_at
 from tests.checkpoint.runs import (
     BUFFER,
@@ -116,6 +117,50 @@ def test_a_timeout_is_a_number_of_seconds(timeout, tmp_path):
         lambda: Checkpointer(tmp_path, BUFFER, timeout=timeout),
         lambda: checkpoint.verify(tmp_path, timeout=timeout),
     )
+
+
+@pytest.mark.no_xla
+def test_an_object_that_is_too_large_is_not_read(tmp_path):
+    for place in ("memory://large", {"driver": "file", "path": str(tmp_path)}):
+        store, sizes = store_at(place), []
+        store.write("a", [bytes(1000)])
+        store.write("none", [])
+        there = store._files
+
+        class Watched:
+            def read(self, name, there=there, sizes=sizes, **options):
+                future = there.read(name, **options)
+                with contextlib.suppress(ValueError):  # it has no such bytes
+                    sizes.append(len(future.result().value))
+                return future
+
+        store._files = Watched()
+        for most in (999, 10, 0):
+            with refused(f"a has more bytes, expected at most {most}", CorruptCheckpointError):
+                store.read("a", most)
+        assert sum(sizes) <= 3
+        with refused("b is missing", CorruptCheckpointError):
+            store.read("b", 10)
+        assert len(store.read("none", 0)) == 0
+        for most in (1000, 2000):
+            assert store.read("a", most).tobytes() == bytes(1000)
+
+
+@pytest.mark.xfail(strict=True, reason="one reader of checkpoints")
+def test_a_save_reads_each_manifest_once():
+    names = []
+
+    class Counted(Objects):
+        def read(self, name, *arguments, **options):
+            names.append(name)
+            return super().read(name, *arguments, **options)
+
+    checkpointer = Checkpointer("memory://counted", BUFFER, max_to_keep=3)
+    checkpointer._store.__class__ = Counted
+    for end in (4, 5, 6, 7, 8):
+        names.clear()
+        checkpointer.save(state_of(end), end)
+    assert len(names) == len({*names}) <= 4
 
 
 # Servers that are down or do not answer.
