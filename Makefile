@@ -4,7 +4,7 @@
 # make test-all PART=NAME  the same checks over more buffers, forms and seeds, docstrings and the oldest JAX: for each night; PART=list names them
 # make docs      builds the docs into out/docs, and runs every code cell
 # make examples  runs every example in full (20 minutes)
-# make recipes   runs the steps of env libraries that are not among the tests' own (Brax, Jumanji, Craftax, EnvPool)
+# make recipes   runs the steps, and compares the stacked frames, of env libraries that are not among the tests' own (Brax, Jumanji, Craftax, EnvPool)
 # make datasets  reads what LeRobot, TensorFlow Datasets, flashbax and zarr write, beside LeRobot's and OGBench's own loaders
 # make compat    older and newer JAX and Python; the tests of flashbax, Brax and Stable-Baselines3 over our buffers (20 minutes)
 # make soak PART=NAME    the same checks at full size, a part of at most 20 minutes
@@ -176,7 +176,7 @@ $(RECIPES)/installed: Makefile pyproject.toml constraints.txt
 	touch $@
 
 recipes: $(RECIPES)/installed
-	$(RECIPES)/bin/python -m pytest -q tests/test_examples.py -k steps_of_each_library
+	$(RECIPES)/bin/python -m pytest -q tests/test_examples.py -k of_each_library
 	$(RECIPES)/bin/python examples/steps.py
 
 # The other libraries without the dependencies that they declare: LeRobot's PyTorch is an older one.

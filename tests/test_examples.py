@@ -10,8 +10,11 @@ import subprocess
 import sys
 import time
 
+import jax
+import numpy as np
 import pytest
 
+import jaxreplay as jr
 from tests.conftest import ALL, SOAK
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
@@ -74,6 +77,63 @@ def test_the_steps_of_each_library_reset_as_declared(recipe):
     assert found.episodes["whole"] >= 50
     assert found.episodes["lengths"]["largest"] <= 20  # the time limit of all recipes
     assert not [line for line in found.suspicious if "looks wrong" in line]
+
+
+def gymnasium_stacks():
+    import gymnasium
+
+    of_one = lambda: gymnasium.wrappers.FrameStackObservation(
+        gymnasium.make("CartPole-v1", max_episode_steps=20), 4
+    )
+    return gymnasium.vector.SyncVectorEnv([of_one] * 4), lambda flag, info: flag
+
+
+def envpool_stacks(episodic_life):
+    import envpool
+
+    options = {"stack_num": 4, "max_episode_steps": 150, "img_height": 20, "img_width": 20}
+    options |= {"num_envs": 4, "seed": 3, "episodic_life": episodic_life}
+    envs = envpool.make_gymnasium("Breakout-v5", **options)
+    # stacks go on after a lost life, and begin anew with a game
+    game_over = lambda flag, info: np.asarray(info["terminated"], bool)
+    return envs, game_over if episodic_life else lambda flag, info: flag
+
+
+@pytest.mark.filterwarnings("ignore::Warning")  # of the libraries
+@pytest.mark.parametrize(
+    ("made", "options"),
+    [(gymnasium_stacks, {}), *((envpool_stacks, {"episodic_life": x}) for x in (False, True))],
+)
+def test_the_stacks_of_each_library_are_those_that_are_learned_from(made, options):
+    """With `pad="repeat"`, and the flags that docs/guides/frames.md says."""
+    library = made.__name__.removesuffix("_stacks")
+    pytest.importorskip(library, reason=f"{library} is not installed")
+    envs, terminated_of = made(**options)
+    buffer = jr.uniform(capacity=4096, num_envs=4, batch_size=512, autoreset="next_step")
+    replay = jr.Replay(jr.frame_stack(buffer, 4, pad="repeat", axis=0), seed=0)
+    random, stacks, num_ends = np.random.default_rng(0), [envs.reset()[0].copy()], 0
+    for number in range(600):
+        action = random.integers(0, 2, 4)
+        obs, reward, terminated, truncated, info = envs.step(action)
+        num_ends += (terminated | truncated).sum()
+        step = jr.Step(
+            stacks[-1][:, -1],
+            action,
+            np.float32(reward),
+            terminated=terminated_of(terminated, info),
+            truncated=truncated,
+            extras=np.full(4, number),
+        )
+        replay.add(step)
+        stacks.append(obs.copy())
+    assert num_ends >= 10
+    batch = jax.device_get(replay.sample())
+    t, number, env = batch.experience, batch.experience.extras, batch.index.row // 1024
+    acted = np.stack(stacks)
+    assert batch.is_valid.all()
+    np.testing.assert_array_equal(t.obs, acted[number, env])
+    goes_on = t.discount > 0
+    np.testing.assert_array_equal(t.next_obs[goes_on], acted[number + 1, env][goes_on])
 
 
 @needs_gymnax
