@@ -64,7 +64,9 @@ class Transition(Node):
       action: Pytree with leaves [B, ...]. The action taken there.
       reward: Pytree like `Step.reward` with leaves floating[B, ...]. The sum of gamma**j * r_j over
         `num_steps` steps.
-      discount: float32[B] in [0, 1]. gamma**num_steps, or 0 if one of these steps terminated.
+      discount: float32[B] in [0, 1]. gamma**num_steps, or 0 if one of these steps terminated. An
+        agent that multiplies by its own gamma takes `discount / gamma**num_steps` for its mask,
+        which is 1 - terminal; a buffer of one step and `gamma=1.0` has that mask as `discount`.
       next_obs: Pytree like `obs`. The observation after `num_steps` steps: the true final
         observation where the episode was truncated. After a termination (discount 0) it may be a
         placeholder.
