@@ -16,6 +16,7 @@ returned.
 Each constant is the value for the library in its name.
 """
 
+import sys
 from typing import Any, get_args
 
 from jaxreplay._util.aliases import Autoreset
@@ -43,7 +44,8 @@ def of(envs: Any) -> Autoreset:
     """Return the value of `autoreset` for Gymnasium's vector envs.
 
     Args:
-      envs: A `gymnasium.vector.VectorEnv` with `autoreset_mode` in its metadata.
+      envs: A `gymnasium.vector.VectorEnv` with `autoreset_mode` in its metadata; or one of
+        Gymnasium 1.0's own, which has none.
 
     Returns:
       "next_step", "same_step" or "same_step_no_final_obs".
@@ -57,6 +59,8 @@ def of(envs: Any) -> Autoreset:
       'next_step'
     """
     mode = (getattr(envs, "metadata", None) or {}).get("autoreset_mode")
+    if mode is None and _is_of_gymnasium_1_0(envs):
+        return GYMNASIUM
     if mode is None:
         raise ValueError(
             f"autoreset.of: a {type(envs).__name__} has no metadata['autoreset_mode'], which only "
@@ -64,6 +68,14 @@ def of(envs: Any) -> Autoreset:
             "autoreset=jr.autoreset.GYMNAX"
         )
     return checked("autoreset.of", mode)
+
+
+def _is_of_gymnasium_1_0(envs: Any) -> bool:
+    """Return whether vector envs are Gymnasium 1.0's own: all of them reset in the next step."""
+    version = getattr(sys.modules.get("gymnasium"), "__version__", "")
+    modules = {one.__module__ for one in type(getattr(envs, "unwrapped", envs)).__mro__}
+    own = {name for name in modules if name.startswith("gymnasium.")}
+    return version.startswith("1.0.") and bool(own - {"gymnasium.vector.vector_env"})
 
 
 def checked(where: str, autoreset: Any) -> Autoreset:

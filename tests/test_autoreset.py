@@ -6,6 +6,8 @@ import functools
 import warnings
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -42,6 +44,94 @@ def test_gymnasiums_modes_are_taken_as_they_are(mode, form):
     assert jr.uniform(**SIZES, autoreset=mode) == jr.uniform(**SIZES, autoreset=form)
     assert jr.rollout(length=4, num_envs=2, autoreset=mode).autoreset == form
     assert jr.autoreset.of(cart_poles(mode)) == form
+
+
+def test_gymnasium_1_0_resets_in_the_next_step_and_does_not_say_so(monkeypatch):
+    """Its own vector envs do; others, and those of 0.29, which reset in the same step, may not."""
+    base = type("VectorEnv", (), {"__module__": "gymnasium.vector.vector_env", "metadata": {}})
+    own = {"__module__": "gymnasium.vector.sync_vector_env"}
+    sync = type("SyncVectorEnv", (base,), own)
+    changed = type("Mine", (sync,), {"__module__": "mine"})
+    other = type("Other", (base,), {"__module__": "other"})
+    wrapper = type("Wrapper", (base,), {"__module__": "gymnasium.wrappers.vector.common"})
+    wrapped, wrapped_other = wrapper(), wrapper()
+    wrapped.unwrapped, wrapped_other.unwrapped = sync(), other()
+    monkeypatch.setattr(gymnasium, "__version__", "1.0.0")
+    for envs in (sync(), changed(), wrapped):
+        assert jr.autoreset.of(envs) == "next_step"
+    for version, refused in (
+        ("1.0.0", (other(), wrapped_other)),
+        ("0.29.1", (sync(), wrapped)),
+        ("1.1.0", (sync(), wrapped)),
+    ):
+        monkeypatch.setattr(gymnasium, "__version__", version)
+        for envs in refused:
+            with pytest.raises(ValueError, match=r"has no metadata.'autoreset_mode'."):
+                jr.autoreset.of(envs)
+
+
+@pytest.mark.parametrize("mode", [Mode.NEXT_STEP, Mode.SAME_STEP])
+def test_a_world_model_learns_from_sequences_of_vector_envs(mode, tmp_path):
+    """Each step is added, those that reset too. A sequence has its horizon of steps and one more
+    observation, ends with its episode, and is that of lists. Agent and rows are saved together."""
+    envs = cart_poles(mode, max_episode_steps=20)
+    envs.action_space.seed(0)
+    buffer = jr.sequences(
+        capacity=256, num_envs=2, batch_size=16, length=3, autoreset=jr.autoreset.of(envs)
+    )
+    obs, _ = envs.reset(seed=0)
+    replay, true, is_reset = jr.Replay(buffer, seed=0), {}, np.zeros(2, bool)
+    for _ in range(100):
+        action = envs.action_space.sample()
+        next_obs, reward, terminated, truncated, info = envs.step(action)
+        after, flags = next_obs.copy(), {"terminated": terminated, "truncated": truncated}
+        if mode == Mode.SAME_STEP:
+            for env in np.flatnonzero(terminated | truncated):
+                after[env] = info["final_obs"][env]
+            flags["final_obs"] = after
+        step = jr.Step(obs, action, np.float32(reward), **flags)
+        replay.add(step)
+        for env in np.flatnonzero(~is_reset):
+            is_last = bool(terminated[env] | truncated[env])
+            true[obs[env].tobytes()] = (action[env], bool(terminated[env]), is_last, after[env])
+        is_reset = (terminated | truncated) & (mode == Mode.NEXT_STEP)
+        obs = next_obs
+
+    @jax.jit
+    def updated(weights, t):
+        def loss(weights):  # of a linear model that goes on from the first observation
+            latent, total = t.obs[:, 0], 0.0
+            for at in range(3):
+                inputs = jnp.concatenate([latent, 2.0 * t.action[:, at, None] - 1], 1)
+                latent = latent + inputs @ weights
+                error = jnp.square(latent - t.obs[:, at + 1]).sum(1)
+                total += jnp.where(t.mask[:, at], error, 0).mean()
+            return total
+
+        value, gradient = jax.value_and_grad(loss)(weights)
+        return weights - 0.05 * gradient, value
+
+    weights, losses, num_ends = np.zeros((5, 4), np.float32), [], 0
+    for _ in range(60):
+        t = jax.device_get(replay.sample().experience)
+        assert t.mask[:, 0].all()
+        for one, at in np.argwhere(t.mask):
+            action, is_terminal, is_last, after = true[t.obs[one, at].tobytes()]
+            assert (t.action[one, at], t.terminated[one, at]) == (action, is_terminal)
+            np.testing.assert_array_equal(t.obs[one, at + 1], after)
+            assert not (is_last and t.mask[one, at + 1 :].any())
+            num_ends += is_last
+        weights, value = updated(weights, t)
+        losses.append(float(value))
+    assert num_ends > 20
+    assert np.mean(losses[-10:]) < 0.7 * np.mean(losses[:10])
+    replay.save(tmp_path, extras={"weights": weights, "step": 100})
+    again = jr.Replay(buffer, seed=0, example=jax.tree.map(lambda leaf: leaf[0], step))
+    loaded = again.load(tmp_path, extras={"weights": weights, "step": 0})
+    assert int(loaded["step"]) == 100
+    np.testing.assert_array_equal(loaded["weights"], weights)
+    for one, other in zip(*map(jax.tree.leaves, (again.sample(), replay.sample())), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_a_mode_counts_its_final_rows_as_its_name_does():
