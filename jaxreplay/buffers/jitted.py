@@ -73,12 +73,9 @@ def program(
 
     @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
-        try:
-            return compiled()(*arguments, **options)
-        except ValueError:
-            if not checks.is_tracing():
-                raise
-        return function(*arguments, **options)
+        # JAX refuses options of a compiler inside of another `jit`.
+        run = function if checks.is_tracing() else compiled()
+        return run(*arguments, **options)
 
     return call
 

@@ -153,3 +153,27 @@ def test_a_reward_that_replaces_a_sum_is_warned_of():
     own_target = lambda item, key: item.replace(reward=item.obs, discount=jnp.float32(0))
     assert not warns(own_target, n_step=3)
     assert not warns(lambda item, key: item.obs, n_step=3)
+
+
+@pytest.mark.no_xla
+@pytest.mark.parametrize("n_step", [1, 3])
+def test_a_function_of_the_user_runs_once_a_trace(n_step):
+    """Also if it raises an error of its own, inside of a jit."""
+    calls = []
+
+    def counted(item, key):
+        calls.append(key)
+        if len(calls) > 2:
+            raise ValueError("an error of its own")
+        return item.replace(obs=2 * item.obs)
+
+    buffer = jr.uniform(**SIZES, autoreset="next_step", n_step=n_step)
+    buffer = jr.transform(buffer, counted)
+    state = jax.eval_shape(buffer.init, nth(made_steps("next_step"), (0, 0)))
+    assert len(calls) == 1
+    sample = lambda state: jr.jit(buffer).sample(state, jax.random.key(0))
+    jax.eval_shape(sample, state)
+    assert len(calls) == 2
+    with pytest.raises(ValueError, match="an error of its own"):
+        jax.eval_shape(lambda state: sample(state), state)
+    assert len(calls) == 3

@@ -261,3 +261,19 @@ def test_a_state_of_another_rollout_is_refused():
             getattr(longer, name)(on_host(spec_of(rollout)), *steps)
     with pytest.raises(ValueError, match="last: unexpected"):
         rollout.add(spec_of(make(length=4, autoreset="next_step")), STEP)
+
+
+@pytest.mark.no_xla
+def test_an_error_of_a_sampler_is_not_taken_for_one_of_the_state(monkeypatch):
+    class Own(jr.Uniform):
+        def init(self, layout):
+            return {"count": np.int32(0)}
+
+    def fails(self, layout):
+        raise TypeError("an error of its own")
+
+    buffer = jr.items(capacity=8, batch_size=2, sampler=Own())
+    state = jax.eval_shape(buffer.init, np.float32(0))
+    monkeypatch.setattr(Own, "init", fails)
+    with pytest.raises(TypeError, match="an error of its own"):
+        jax.eval_shape(buffer.size, state)
