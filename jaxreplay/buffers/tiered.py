@@ -44,6 +44,12 @@ from jaxreplay.types import Index, Sample, SampleOptions, Step
 _IN_JIT = ("update_priorities", "size", "can_sample", "can_add", "metrics", "age", "episode_table")
 
 
+@functools.cache
+def _index_type_of(index_type: type, kind: type) -> type:
+    """Return the class of the indices of a subclass of `ReplayBuffer`, with its own methods."""
+    return type(f"{kind.__name__}Index", (index_type, kind), {})
+
+
 def _bits(values: np.ndarray, stored: Any) -> np.ndarray:
     """Return values as a store keeps them."""
     values = values.astype(stored.dtype, copy=False)
@@ -126,7 +132,7 @@ class Tiered:
                 f"rows={place!r}"
             )
         self._continues = continue_streams
-        if type(buffer) is not self._takes:
+        if not isinstance(buffer, self._takes):
             raise ValueError(
                 f"tiered: takes a ReplayBuffer, such as jaxreplay.uniform(...), got {buffer!r}"
             )
@@ -139,7 +145,10 @@ class Tiered:
         # Of the device where the index lies, also while the host has the whole state.
         buffer = dataclasses.replace(buffer, platform=buffer.platform or platforms.default())
         fields = {field.name: getattr(buffer, field.name) for field in dataclasses.fields(buffer)}
-        self.index, self._whole = self._index_type(**fields), buffer
+        kind = self._index_type
+        if type(buffer) is not self._takes:
+            kind = _index_type_of(kind, type(buffer))
+        self.index, self._whole = kind(**fields), buffer
         self._store: HostRows | None = None
         self._lost: str | None = None  # the error in which a call lost rows
         # int64[E], number of rows that each env got, overwritten ones too

@@ -17,7 +17,7 @@ import jaxreplay as jr
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 from jaxreplay.storage.host_rows import HostRows
 from tests.conftest import ALL, SOAK
-from tests.support.buffers import CATALOG, each
+from tests.support.buffers import CATALOG, bits, each
 from tests.support.refusals import refused
 from tests.support.steps import nth
 
@@ -416,6 +416,26 @@ class Looping(jr.views.View):
 
     def read(self, reader):
         return jax.lax.map(lambda k: reader.action(0) + k, jnp.arange(2))
+
+
+class Doubled(jr.ReplayBuffer):
+    """A buffer with a method of its own."""
+
+    def sample(self, state, key=None, batch_size=None, **options):
+        batch = super().sample(state, key, batch_size, **options)
+        return batch.replace(experience=2 * batch.experience)
+
+
+def test_a_subclass_of_a_buffer_keeps_its_methods():
+    sizes = {"capacity": 8, "batch_size": 4, "sampler": jr.Uniform(), "view": jr.views.Item()}
+    own, key = Doubled(**sizes), jax.random.key(0)
+    rows = np.arange(5, dtype=np.float32)[:, None]
+    tier, same = jr.tiered(own), jr.tiered(Doubled(**sizes))
+    assert tier.index == same.index != jr.tiered(jr.ReplayBuffer(**sizes)).index
+    state = tier.extend(tier.init(np.float32(0)), rows)
+    other = jr.jit(own).extend(own.init(np.float32(0)), rows)
+    got, wanted = (one.sample(its, key) for one, its in ((tier, state), (jr.jit(own), other)))
+    assert bits(got) == bits(wanted)
 
 
 @pytest.mark.no_xla
