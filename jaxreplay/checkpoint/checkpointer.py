@@ -132,6 +132,9 @@ class Checkpointer:
         self._plan: Plan | None = None  # of the running save
         self.step: int | None = None  # of the restored checkpoint
         self.metadata: dict[str, Any] = {}  # of the restored checkpoint
+        # arrays of a `Replay` that the next save writes, too, and those of the restored checkpoint
+        self.beside: dict[str, Any] = {}
+        self.found_beside: dict[str, Any] = {}
         # rows that a partial restore left out
         self.missing_rows: list[MissingRows] = []
 
@@ -201,7 +204,8 @@ class Checkpointer:
             states = self._checked_states("save", state)
             metadata = _checked_metadata(metadata or {})
             step = None if step is None else _checked_step(step)
-            extra = extras_of.leaves_of(extras)
+            beside = {extras_of.BESIDE + name: leaf for name, leaf in self.beside.items()}
+            extra, self.beside = extras_of.leaves_of(extras) | beside, {}
         self.wait_until_finished()
         with self._ending():
             splits = {name: self._split(name, own, copy) for name, own in states.items()}
@@ -425,6 +429,7 @@ class Checkpointer:
                 self._bar,
             )
         self._base, self.step = found.manifest, found.manifest.step
+        self.found_beside = found.beside
         self.metadata, self.missing_rows = copy.deepcopy(found.manifest.metadata), found.lost
         self._chain.follow()
         self._overwrite = False  # the next save goes on from what was restored

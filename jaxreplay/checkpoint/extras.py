@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxreplay._util.names import kind_of, named, spec_text
 
+BESIDE = "beside."  # begins the names of a replay's own arrays
 ANY_BYTES = "uint8[any number]"  # the text of bytes, whose number may differ
 
 

@@ -57,11 +57,12 @@ class MissingRows(NamedTuple):
 
 
 class Restored(NamedTuple):
-    """Restored states by member and extras, their checkpoint's manifest, and the rows that were
-    lost."""
+    """Restored states by member and extras, what a `Replay` had beside them, their checkpoint's
+    manifest, and the rows that were lost."""
 
     states: dict[str, Any]
     extras: Any
+    beside: dict[str, np.ndarray]
     manifest: Manifest
     lost: list[MissingRows]
 
@@ -191,6 +192,7 @@ def _read(
             states[name] = state_of(name, reading)
         rest = Rest(store, manifest, told.update)
         extras = extras_of.restored(request.extras, rest.arrays([*wanted]).__getitem__)
+        beside = rest.arrays([name for name in manifest.rest if name.startswith(extras_of.BESIDE)])
     lost = [
         MissingRows(env, int(member.first[env]), int(left[name][env]) - 1, name)
         for name, member in manifest.members.items()
@@ -208,7 +210,8 @@ def _read(
     if problems:
         what = f"restore: step {manifest.step} was restored; this is damaged:"
         warnings.warn("\n  ".join([what, *problems]), stacklevel=4)
-    return Restored(states, extras, manifest, lost)
+    beside = {name.removeprefix(extras_of.BESIDE): leaf for name, leaf in beside.items()}
+    return Restored(states, extras, beside, manifest, lost)
 
 
 class Rest:

@@ -6,7 +6,7 @@ import functools
 import operator
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -145,6 +145,11 @@ class Owner:
         """Return shapes and dtypes of one env's step in a checkpoint."""
         raise NotImplementedError
 
+    def shapes(self, example: PyTree) -> tuple[Any, Any]:
+        """Return the buffer that samples, and the shapes of its state, given those of one env's
+        step."""
+        raise NotImplementedError
+
     def close(self) -> None:
         """Give back what others may use."""
 
@@ -168,12 +173,14 @@ class Owner:
         extras: Any,
         max_to_keep: int,
         copy: bool,
+        ahead: Sequence[Sample],
     ) -> None:
         """Write the state under a path.
 
         Args:
           path: As for `Replay.save`, as are the other arguments.
           metadata: JSON, stored with the state.
+          ahead: Batches that were sampled, and not returned yet.
         """
         state = self.state  # adds the steps that wait
         if self.example is None:
@@ -181,17 +188,25 @@ class Owner:
         checkpointer = self.last_checkpointer.at(path, self.saved, max_to_keep=1, overwrite=True)
         checks.check_size("save", "max_to_keep", max_to_keep)
         checkpointer.max_to_keep = max_to_keep
-        own = {"num_draws": self.draws.num, **metadata}
+        own = {"num_draws": self.draws.num, "ahead": [len(ahead), self._places], **metadata}
+        checkpointer.beside = {
+            f"{nth}.{leaf_nth}": np.asarray(leaf)
+            for nth, batch in enumerate(ahead)
+            for leaf_nth, leaf in enumerate(jax.tree.leaves(batch))
+        }
         checkpointer.save(state, step, extras=extras, copy=copy, metadata={_METADATA: own})
 
-    def load(self, path: Any, step: int | None, extras: Any) -> tuple[dict[str, Any], Any]:
+    def load(
+        self, path: Any, step: int | None, extras: Any
+    ) -> tuple[dict[str, Any], Any, list[Sample]]:
         """Replace the state by the one that was saved under a path.
 
         If memory has no room for two states, all files are read first. If they are intact, the old
         state is freed before the new one is read.
 
         Returns:
-          The metadata; {} if a `Checkpointer`, not a `Replay`, saved the state. And the extras.
+          The metadata; {} if a `Checkpointer`, not a `Replay`, saved the state. The extras. And the
+          batches that were sampled ahead of the save.
         """
         checkpointer = self.last_checkpointer.at(path, self.saved, max_to_keep=1, overwrite=True)
         example = self.example
@@ -214,11 +229,54 @@ class Owner:
         state, extras = (found, None) if extras is None else found
         saved = checkpointer.metadata.get(_METADATA)
         metadata = saved if isinstance(saved, dict) else {}
+        ahead = self._ahead_in(metadata.get("ahead"), checkpointer.found_beside, example)
         with defer_interrupts():
             self.put_loaded(state, example)
             if isinstance(num_draws := metadata.get("num_draws"), int):
                 self.draws.num = num_draws & 0xFFFFFFFF
-        return metadata, extras
+        return metadata, extras, ahead
+
+    @property
+    def _places(self) -> list[Any]:
+        """Return what an index of a batch depends on."""
+        buffers = self.buffer.members if isinstance(self.buffer, Mixture) else [("", self.buffer)]
+        return [[name, one.capacity, one.num_envs, one.allow_mask] for name, one, *_ in buffers]
+
+    def _ahead_in(
+        self, saved: Any, arrays: Mapping[str, np.ndarray], example: PyTree
+    ) -> list[Sample]:
+        """Return batches that were sampled ahead of a save; none if this buffer's are of another
+        kind.
+
+        Args:
+          saved: Their number, and what their indices depend on.
+          arrays: Their leaves.
+          example: Shapes and dtypes of one env's step.
+        """
+        if not arrays or not isinstance(saved, list) or saved[1:] != [self._places]:
+            return []
+        if not isinstance(num := saved[0], int):
+            return []
+        consumes = isinstance(getattr(self.buffer, "sampler", None), ConsumingSampler)
+
+        def sampled(state: Any, draw: Any) -> Any:
+            if consumes:
+                return buffer.pop(state, key_of(draw))[1]
+            return buffer.sample(state, key_of(draw))
+
+        buffer, state = self.shapes(example)
+        like = jax.eval_shape(sampled, state, self.draws.next)
+        specs, structure = jax.tree.flatten(like)
+        found = []
+        for nth in range(num):
+            leaves = [arrays.get(f"{nth}.{place}") for place in range(len(specs))]
+            if any(
+                leaf is None or (leaf.shape[1:], leaf.dtype) != (spec.shape[1:], spec.dtype)
+                for leaf, spec in zip(leaves, specs, strict=True)
+            ):
+                return []
+            found.append(jax.tree.unflatten(structure, jax.device_put(leaves)))
+        return found
 
 
 class StateOwner(Owner):
@@ -256,6 +314,15 @@ class StateOwner(Owner):
     def keep_waiting(self) -> None:
         if self._lost is None:
             self.flush()
+
+    def shapes(self, example: PyTree) -> tuple[Any, Any]:
+        buffer = self.whole_buffer
+        return buffer, jax.eval_shape(lambda: buffer.init(example))
+
+    @property
+    def whole_buffer(self) -> ReplayBuffer:
+        """The buffer with all its rows."""
+        return self.buffer
 
     def free(self, when: str) -> None:
         self._state, self._can_sample, self._lost = None, None, when
@@ -661,6 +728,10 @@ class MixtureOwner(Owner):
     def keep_waiting(self) -> None:
         for owner in self._all:
             owner.keep_waiting()
+
+    def shapes(self, example: PyTree) -> tuple[Any, Any]:
+        owners = self.members.items()
+        return self.buffer, {name: owner.shapes(example[name])[1] for name, owner in owners}
 
     def free(self, when: str) -> None:
         for owner in self._all:

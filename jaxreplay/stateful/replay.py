@@ -75,8 +75,9 @@ class Replay:
         episodes of the folder continue with the next step. Default: False; they end.
       prefetch: Number of batches that are sampled in advance, at the end of each `sample`: the
         device works on them while the caller learns. Their priorities are older by as many batches.
-        They count as sampled, and are not saved; nor are their rows, if the sampler consumes rows.
-        Default: 0.
+        They count as sampled, and `save` takes them along: after a `load` they are the first ones,
+        unless the buffer's capacity, `num_envs`, `allow_mask` or its items have changed. Default:
+        0.
       samples_per_insert: Number of items to sample for each step inserted, counted once a batch can
         be sampled. The side that is ahead waits. Default: no limit.
       timeout: Seconds that a call waits for other threads. Default: 60 if `samples_per_insert` is
@@ -808,7 +809,8 @@ class Replay:
                 "limiter": dataclasses.asdict(self._limiter) if self._limiter else None,
                 "actors": {name or "": actors.state for name, actors in self._actors.items()},
             }
-            self._owner.save(path, metadata, step, extras, max_to_keep, copy)
+            ahead = [*map(self._owner.finished, self._drawn)]
+            self._owner.save(path, metadata, step, extras, max_to_keep, copy, ahead)
 
     def load(self, path: Any, *, step: int | None = None, extras: Any = None) -> Any:
         """Replace the state by one that `save`, or a `Checkpointer`, wrote.
@@ -842,13 +844,14 @@ class Replay:
         """
         with self._monitor:
             self._check_open()
-            metadata, extras = self._changing(self._owner.load, path, step, extras)
+            metadata, extras, ahead = self._changing(self._owner.load, path, step, extras)
             if self._limiter:
                 self._limiter.resume(metadata.get("limiter"))
             self._saved_actors = places_of(metadata.get("actors"))
             for member, actors in self._actors.items():
                 actors.resume(self._saved_actors.get(member or ""))
             self._start_anew()
+            self._drawn.extend(ahead)
         return extras
 
     def close(self) -> None:

@@ -68,6 +68,10 @@ class TieredOwner(StateOwner):
         state = self.state
         return self.tier.whole_buffer, state if state is None else self.tier.whole(state)
 
+    @property
+    def whole_buffer(self) -> ReplayBuffer:
+        return self.tier.whole_buffer
+
     def on_device(self) -> Any:
         """Return a context in which the index lies where it did."""
         return jax.default_device(self._home)
@@ -162,6 +166,8 @@ class TieredOwner(StateOwner):
         return Pending(plan, gather(plan))
 
     def finished(self, batch: Any) -> Sample:
+        if isinstance(batch, Sample):  # of a checkpoint
+            return batch
         data = batch.data if isinstance(batch.data, list) else batch.data.result()
         return made_of(batch.plan, data)
 

@@ -17,7 +17,7 @@ from jaxreplay.buffers import memory
 from jaxreplay.stateful.rate_limiter import RatioLimiter
 from tests.conftest import SOAK
 from tests.support.refusals import refused
-from tests.support.replays import damaged, make, output_of, step, unchanged
+from tests.support.replays import PRIORITIZED, damaged, make, output_of, step, unchanged
 from tests.support.sampling import assert_same
 
 LONG = 120.0  # seconds; only a call that hangs takes longer
@@ -149,6 +149,45 @@ def test_batches_that_were_drawn_ahead_are_the_same():
             ahead.sample()
     with refused("prefetch must be an int of at least 0, got -1"):
         make(prefetch=-1)
+
+
+@pytest.mark.parametrize(("rows", "ahead"), [("device", 2), ("host", 0)])
+def test_batches_that_were_drawn_ahead_are_saved(rows, ahead, tmp_path):
+    """Rows were added, and priorities changed, since they were drawn."""
+    whole, stopped = (
+        jr.Replay(make(**PRIORITIZED).buffer, seed=0, framework="numpy", prefetch=2, rows=rows)
+        for _ in range(2)
+    )
+
+    for replay in (whole, stopped):
+        for t in range(5):
+            replay.add(step(t))
+            if t > 1:
+                batch = replay.sample()
+                replay.update_priorities(batch.index, batch.experience.reward)
+    stopped.save(tmp_path / "replay", extras={"weights": np.ones(3)})
+    again = jr.Replay(stopped.buffer, seed=0, framework="numpy", prefetch=ahead, rows=rows)
+    again.load(tmp_path / "replay")
+    for _ in range(4):
+        assert_same(again.sample(), whole.sample())
+    smaller = jr.Replay(make(capacity=30, **PRIORITIZED).buffer)
+    smaller.load(tmp_path / "replay")
+    assert not smaller._drawn  # their indices mean other rows
+
+
+@pytest.mark.parametrize("rows", ["device", "host"])
+def test_a_queue_loses_no_row_that_was_drawn_ahead_of_a_save(rows, tmp_path):
+    queue = jr.items(capacity=8, batch_size=2, sampler=jr.Queue())
+    replay, loaded = (jr.Replay(queue, prefetch=2, rows=rows) for _ in range(2))
+    for number in range(8):
+        replay.add(np.float32([number]))
+    assert replay.sample().experience.tolist() == [0, 1]
+    for number in range(8, 13):  # in the places of rows that were drawn ahead
+        replay.add(np.float32([number]))
+    replay.save(tmp_path / "replay")
+    loaded.load(tmp_path / "replay")
+    seen = [loaded.sample().experience.tolist() for _ in range(5)]
+    assert seen == [[2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
 
 
 def check_wakes(replay, act, text):
