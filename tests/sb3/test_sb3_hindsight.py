@@ -115,12 +115,13 @@ def test_where_no_episode_is_whole_goals_are_of_the_steps_that_are_stored():
 
 
 def test_priorities_decide_what_is_drawn():
-    buffer = make(100, kind=sb3.PrioritizedHerReplayBuffer, alpha=1.0, beta=0.7, epsilon=0.0)
+    options = {"alpha": 1.0, "beta": 0.7, "epsilon": 0.0, "gamma": 0.9}
+    buffer = make(100, kind=sb3.PrioritizedHerReplayBuffer, **options)
     fill(buffer, 24)  # the last episode goes on
     batch, obs, _ = drawn(buffer, 4000)
     assert set(obs.tolist()) == set(range(24))
     assert batch.weights.unique().tolist() == [1]
-    assert batch.discounts.unique().tolist() == [np.float32(0.99)]
+    assert batch.discounts.unique().tolist() == [np.float32(0.9)]
     buffer.update_priorities(batch.indices, torch.where(obs < 12, 0.0, obs))
     batch, obs, goal = drawn(buffer, 4000)
     assert (goal != -1).tolist() == [False] * 800 + [True] * 3200
