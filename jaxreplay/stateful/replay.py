@@ -405,7 +405,6 @@ class Replay:
                 raise
             yield batch
 
-    @transfers.allows
     def sample(
         self,
         batch_size: int | None = None,
@@ -463,7 +462,8 @@ class Replay:
                     figures = lambda: self._owner.ask(method("metrics"))
                     if problem := self._lag.look(self.buffer.batch_size, figures):
                         warnings.warn(f"sample: {problem}", stacklevel=2)
-            return host_arrays.to_framework(self.framework, self._owner.finished(batch))
+            with transfers.allowed():  # in the `try`: an interrupt of its end keeps the batch
+                return host_arrays.to_framework(self.framework, self._owner.finished(batch))
         except BaseException:
             if batch is not None and consume and self._consumes:
                 self._drawn.appendleft(batch)  # its rows are consumed: the next call returns them
