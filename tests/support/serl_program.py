@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-folder = sys.argv[1]
+folder = sys.argv[-1]
 training_starts, steps_per_update, save_period = 300, 2, 5
 GAMMA = 0.9
 LENGTH = 5  # of an episode; each second one is cut off by a limit of time
