@@ -30,8 +30,10 @@ def with_goals(buffer, scale):
     return jr.hindsight(buffer, reward, relabel_fraction=1.0, unfinished=True)
 
 
-@pytest.mark.parametrize("place", ["host", "files"])
-@pytest.mark.parametrize("wrapped", [relabelled, transformed, with_goals])
+@pytest.mark.parametrize(
+    ("wrapped", "place"),
+    [(relabelled, "host"), (relabelled, "files"), (transformed, "host"), (with_goals, "host")],
+)
 def test_views_that_differ_in_a_constant_of_a_jitted_function_are_told_apart(
     wrapped, place, tmp_path
 ):
