@@ -741,7 +741,14 @@ BEFORE = {
 }
 
 
-@pytest.mark.parametrize("call", BEFORE)
+@pytest.mark.parametrize(
+    "call",
+    [
+        "end_streams",
+        "drop",
+        *(pytest.param(x, marks=pytest.mark.thorough) for x in ("clear", "nothing")),
+    ],
+)
 def test_a_call_before_the_first_add_changes_the_rows_of_the_folder(call, tmp_path):
     """Where the shapes of a step are not known yet."""
     made = functools.partial(

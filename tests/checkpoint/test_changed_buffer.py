@@ -152,8 +152,8 @@ def test_another_number_of_envs(num_envs, tmp_path):
     "changes",
     [
         {"num_envs": 1},
-        {"num_envs": 3, "track_episodes": False},
-        {"autoreset": "same_step"},
+        pytest.param({"num_envs": 3, "track_episodes": False}, marks=pytest.mark.thorough),
+        pytest.param({"autoreset": "same_step"}, marks=pytest.mark.thorough),
         {"autoreset": "same_step", "n_step": 2},
     ],
     ids=str,

@@ -118,7 +118,9 @@ def test_a_place_and_a_device_are_refused():
         sb3.ReplayBuffer(50, VECTOR, BOX, rows="disk")
 
 
-@pytest.mark.parametrize("kind", ["dict", "priorities", "goals"])
+@pytest.mark.parametrize(
+    "kind", ["dict", "priorities", pytest.param("goals", marks=pytest.mark.thorough)]
+)
 def test_a_guard_of_transfers_holds_for_no_buffer(kind):
     with jax.transfer_guard("disallow"):
         for place in ({}, {"rows": "host"}):

@@ -151,7 +151,10 @@ def test_batches_that_were_drawn_ahead_are_the_same():
         make(prefetch=-1)
 
 
-@pytest.mark.parametrize(("rows", "ahead"), [("device", 2), ("host", 0)])
+@pytest.mark.parametrize(
+    ("rows", "ahead"),
+    [("device", 2), pytest.param("host", 0, marks=pytest.mark.thorough)],
+)
 def test_batches_that_were_drawn_ahead_are_saved(rows, ahead, tmp_path):
     """Rows were added, and priorities changed, since they were drawn."""
     whole, stopped = (
