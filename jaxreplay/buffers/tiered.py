@@ -356,11 +356,13 @@ class Tiered:
 
         def append() -> ReplayState:
             after = _extend(self.index, state, flags, given, envs)
-            self._begin(store, number, given)
+            self._begin(store, given)
+            # Before the oldest rows go: a block as long as the ring leaves none, as a clear does.
+            noted = isinstance(store, FileRows) and self._noted(store, flags, envs, is_written)
+            store.begin(number)
             for part in parts:
                 store.write(*part)
-            if isinstance(store, FileRows):
-                noted = self._noted(store, flags, envs, is_written)
+            if noted:
                 self._note(store, noted, row, is_written, number)
             self.num_written = number
             return after
@@ -393,15 +395,13 @@ class Tiered:
             )
         check_not_deleted(where, state)
 
-    def _begin(self, store: HostRows, number: np.ndarray, given: Any) -> None:
-        """Begin to write rows.
+    def _begin(self, store: HostRows, given: Any) -> None:
+        """Change the rows that are there before a block is written. For subclasses to override.
 
         Args:
           store: Where they lie.
-          number: int64[E], the number of each env's next row then.
           given: The further arguments of the method.
         """
-        store.begin(number)
 
     def _checked(
         self, where: str, state: ReplayState, steps: PyTree, given: tuple[Any, ...], envs: Any

@@ -95,15 +95,13 @@ class TransitionTier(Tiered):
                 self.num_written = before
             raise
 
-    def _begin(self, store: Any, number: np.ndarray, given: Any) -> None:
-        """Begin to write rows. First the newest ones, which are final, are removed, as
-        `newest_row.reopen` does."""
+    def _begin(self, store: Any, given: Any) -> None:
+        """Remove the newest rows, which are final, as `newest_row.reopen` does."""
         self._begin_anew()
         if isinstance(store, FileRows):
             mask, flags = given[0][0], np.where(given[1][0], row_flags.FIRST, 0)
             store.journal["flags"][self._newest(self.num_written)[mask]] = flags[mask]
             store.end(self.num_written, np.where(mask, flags, store.progress[LAST_FLAGS]))
-        super()._begin(store, number, given)
 
 
 class RowsOwner(StateOwner):

@@ -781,3 +781,20 @@ def test_a_replay_goes_on_with_the_rows_of_its_folder(tmp_path):
     with made(continue_streams=True) as replay:  # the shapes are those of the first step
         add(replay, range(30, 31))
         check_rows(replay._owner.tier, replay._owner.state, 0, 31)
+
+
+def test_flags_of_agents_are_the_devices_after_blocks_as_long_as_the_ring(tmp_path):
+    """Such a block leaves no earlier row, but who has ended before it is known."""
+    buffer = jr.uniform(capacity=8, batch_size=4, autoreset="next_step", num_agents=2)
+    values, both = np.zeros(2, np.float32), np.zeros(2, bool)
+    example = jr.Step(np.float32(0), values, values, terminated=both, truncated=both)
+    tier = jr.tiered(buffer, rows=tmp_path / "rows")
+    state, rng = tier.init(example), np.random.default_rng(2)
+    for length in (2, 8, 2, 9, 1, 8, 2, 9, 8, 8):
+        block = jax.tree.map(lambda x, n=length: np.zeros((n, 1, *np.shape(x)), x.dtype), example)
+        block = block.replace(terminated=rng.random((length, 1, 2)) < 0.25)
+        state = tier.extend(state, block)
+        kept = tier._store.journal
+        np.testing.assert_array_equal(kept["agents"], state.rows.steps.terminated)
+        np.testing.assert_array_equal(kept["flags"], state.rows.flags)
+    tier.close()
