@@ -22,7 +22,7 @@ PYTEST := -m pytest -q -n 2 --dist loadgroup
 # gymnax 1.0.1 declares jax < 0.12 but runs on it, so that it is installed without its dependencies, and these are named here.
 EXAMPLES := flax optax matplotlib tqdm six gymnasium seaborn
 
-.PHONY: demo docs datasets examples lint quick oldest test test-all test-oldest mutations compat soak recipes bench gpu aot clean
+.PHONY: demo docs datasets examples ruff lint quick oldest test test-all test-oldest mutations compat soak recipes bench gpu aot clean
 $(VENV)/installed: Makefile pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt -e ".[test,dev,torch,sb3,tensordict,checkpoint,minari,lerobot,ray]" $(EXAMPLES)
@@ -57,18 +57,12 @@ docs: $(DOCS)/installed
 examples: $(VENV)/installed
 	set -e; for example in dqn_minimal sharded_dqn multihost_dqn dqn ppo sac atari_frame_stack r2d2 her offline_to_online purejaxrl_dqn torch_dqn actors_dqn robot sb3_dict_sac resume steps laplacian dreamer_replay rlpd recurrent_ppo vdn grpo; do echo "== $$example"; $(BIN)/python examples/$$example.py; done; $(BIN)/python examples/rlpd.py --framework torch
 
-lint: $(VENV)/installed
+ruff: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright --pythonpath $(BIN)/python
 
-FEW := tests/buffers/test_contract.py tests/storage/test_oracle_streams.py tests/checkpoint/test_checkpoint.py
-# Contracts and checkpoints of three buffers, and the oracle of three configurations, two of which also as on a GPU or a TPU.
-QUICK := (test_contract or goes_on_to_the_last_bit) and (items] or steps]) or test_layers or 3-2-5-True or 3-2-6-False or 1-1-2-True
-quick: $(VENV)/installed
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/python $(PYTEST) -k "$(QUICK)" $(FEW) tests/test_layers.py
+lint: ruff
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # The oldest JAX and NumPy: an environment of all pinned versions, outside of the clone, where it is made once for all of them.
 OLDEST := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/jaxreplay/oldest-$(firstword $(shell cksum constraints-oldest.txt))
@@ -77,14 +71,22 @@ $(OLDEST)/installed:
 	$(OLDEST)/bin/pip --disable-pip-version-check -q install -r constraints-oldest.txt
 	touch $@
 
+FEW := tests/buffers/test_contract.py tests/storage/test_oracle_streams.py tests/checkpoint/test_checkpoint.py
+# Contracts and checkpoints of three buffers, and the oracle of three configurations, two of which also as on a GPU or a TPU.
+QUICK := (test_contract or goes_on_to_the_last_bit) and (items] or steps]) or test_layers or 3-2-5-True or 3-2-6-False or 1-1-2-True
+quick: ruff $(OLDEST)/installed
+	PYTHONPATH=$(CURDIR) $(OLDEST)/bin/python -W error -c "import jaxreplay"
+	$(BIN)/python $(PYTEST) -k "$(QUICK)" $(FEW) tests/test_layers.py
+
 oldest: $(OLDEST)/installed
 	@echo "the oldest versions are in $(OLDEST)"
 	PYTHONPATH=$(CURDIR) $(OLDEST)/bin/python -W error tests/oldest.py
 
-# A run that compiles more programs than this fails: most of the time of the tests is compiling.
-MOST_PROGRAMS := 7300
-test: lint oldest
-	$(BIN)/python $(PYTEST) --durations=15 --most-programs $(MOST_PROGRAMS)
+# Types are checked beside the tests: pyright has one core to itself for 40 seconds otherwise.
+test: ruff oldest
+	$(BIN)/pyright --pythonpath $(BIN)/python > $(VENV)/types & types=$$!; \
+	$(BIN)/python $(PYTEST) --durations=15 --budget; tests=$$?; \
+	wait $$types || { cat $(VENV)/types; exit 1; }; exit $$tests
 
 mutations: $(VENV)/installed
 	$(BIN)/python tests/mutations.py

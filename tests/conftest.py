@@ -11,7 +11,7 @@ import os
 import shutil
 import signal
 
-from tests.support import compilations
+from tests.support import compilations, costs
 
 SOAK = os.environ.get("JAXREPLAY_TESTS") == "soak"
 ALL = SOAK or os.environ.get("JAXREPLAY_TESTS") == "all"
@@ -38,7 +38,7 @@ jax.config.update("jax_disable_most_optimizations", IS_QUICK)
 hypothesis.settings.register_profile(
     "jaxreplay",
     deadline=None,
-    derandomize=not SOAK,
+    derandomize=not ALL,  # each night has other histories,
     print_blob=True,
     suppress_health_check=list(hypothesis.HealthCheck),
 )
@@ -58,7 +58,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if PLATFORM:  # states are laid out for PLATFORM, on whatever device the tests run
     platforms.default = lambda: PLATFORM
 
-_MOST_MAPPINGS = 30_000
+# Of a process, before JAX's caches are cleared: each program takes memory, and some mappings, of
+# which Linux allows 65,530. The limits hold at the end of a group of tests, and of a test.
+_MOST_MEMORY, _MOST_MAPPINGS = (2**30, 2 * 2**30), 30_000
 _EVERY, _num_tests = 8, itertools.count()
 # Tracing makes many objects of which few die: collecting garbage took a tenth of the time.
 gc.set_threshold(200_000, 20, 50)
@@ -66,16 +68,16 @@ gc.set_threshold(200_000, 20, 50)
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--most-programs", type=int, help="fail if the run compiles more programs than this"
+        "--budget", action="store_true", help="fail if the run costs more than costs.py allows"
     )
 
 
 def pytest_configure(config):
-    counter = compilations.Counter(config.getoption("most_programs"))
+    counter = costs.Costs(config.getoption("budget"))
     counter.listen()
-    config.pluginmanager.register(counter, "compilations")
+    config.pluginmanager.register(counter, "costs")
     if not hasattr(config, "workerinput"):
-        compilations.trim()
+        compilations.begin()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -95,7 +97,7 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(autouse=True)
 def _compiles_nothing(request):
     """Check that a test with the marker `no_xla` compiled no program."""
-    counter = request.config.pluginmanager.get_plugin("compilations")
+    counter = request.config.pluginmanager.get_plugin("costs")
     if request.node.get_closest_marker("no_xla"):
         for on_one_core in (False, True):
             options_here(on_one_core)  # compiles an empty program, once
@@ -124,20 +126,17 @@ def _signals_stay():
     assert after == before
 
 
-@pytest.fixture(autouse=True)
-def _few_mappings():
-    """Clear JAX's caches before the process has too many memory mappings.
-
-    Each compiled program takes some; XLA crashes at Linux's limit of 65,530.
-    """
-    yield
-    if next(_num_tests) % _EVERY:  # counting takes about 30 ms
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """Drop the compiled programs of a process that has too many."""
+    ends = nextitem is None or _group(item) != _group(nextitem)
+    if not ends and next(_num_tests) % _EVERY:  # counting takes about 30 ms
         return
-    try:
-        with open("/proc/self/maps") as lines:
-            num_mappings = sum(1 for _ in lines)
-    except OSError:
-        return
-    if num_mappings > _MOST_MAPPINGS:
+    if costs.memory_now() > _MOST_MEMORY[not ends] or costs.num_mappings() > _MOST_MAPPINGS:
         jax.clear_caches()
         gc.collect()
+        costs.give_back()
+
+
+def _group(item):
+    return item.get_closest_marker("xdist_group").args[0]

@@ -144,15 +144,15 @@ MUTATIONS = (
     (
         "a queue hands out a row twice",
         "samplers/queue.py",
-        "(before + turn).astype(jnp.uint32)",
-        "(before + jnp.maximum(turn - 1, 0)).astype(jnp.uint32)",
+        "[before + turn * self.period for before",
+        "[before + jnp.maximum(turn - 1, 0) * self.period for before",
         "samplers/test_queue.py",
     ),
     (
         "a queue gives a row its last use at once",
         "samplers/queue.py",
-        "before = before - left.astype(jnp.int32)",
-        "before = before - jnp.minimum(left.astype(jnp.int32), 1)",
+        "before = room - left * jnp.uint32(self.period)",
+        "before = room - jnp.minimum(left, 1) * jnp.uint32(self.period)",
         "samplers/test_queue.py",
     ),
     (

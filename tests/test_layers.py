@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jaxreplay
+from tests.mutations import MUTATIONS
 from tests.support.replays import output_of
 from tests.support.steps import nth, plain_step
 
@@ -47,6 +48,12 @@ def test_each_file_of_tests_is_in_one_part():
     ]
     files = here.rglob("test_*.py")
     assert sorted(named) == sorted(path.name for path in files if path.parent.name != "aot")
+
+
+def test_each_mutation_changes_one_place():
+    for what, file, code, _, tests in MUTATIONS:
+        assert (ROOT / file).read_text().count(code) == 1, what
+        assert all((ROOT.parent / "tests" / name).exists() for name in tests.split()), what
 
 
 def modules():

@@ -1,4 +1,4 @@
-"""Keep compiled programs from one run of the tests to the next, and count them.
+"""Keep compiled programs from one run of the tests to the next.
 
 Compiling is most of the time of these tests. All test processes, and the next run, share the
 programs in a folder outside of the checkout: `$XDG_CACHE_HOME/jaxreplay/xla`, by default
@@ -14,14 +14,9 @@ import pathlib
 import platform
 import sys
 
-import pytest
-
 _MOST_BYTES = 2**30  # of the folder, when a run begins
 _QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-_PROGRAMS, _READ = (
-    "/jax/core/compile/backend_compile_duration",
-    "/jax/compilation_cache/cache_retrieval_time_sec",
-)
+COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 def folder() -> pathlib.Path:
@@ -51,6 +46,8 @@ def use_cache() -> None:
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder()))
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+        # XLA's own caches would put the folder's path into each program's key.
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES", "none")
 
 
 def compile_quickly() -> None:
@@ -62,14 +59,16 @@ def compile_quickly() -> None:
         os.environ["XLA_FLAGS"] = f"{flags} {_QUICK}".strip()
 
 
-def trim(most_bytes: int = _MOST_BYTES) -> None:
-    """If the programs have more than `most_bytes`, delete the least recently read ones until half
-    of that is left."""
+def begin(most_bytes: int = _MOST_BYTES) -> None:
+    """Note when each program was last used, so that `used` knows which ones this run uses. If they
+    have more than `most_bytes`, delete the least recently used ones until half of that is left."""
     found = []
     for path in root().glob("*/*"):
         with contextlib.suppress(OSError):
             status = path.stat()
-            found.append((max(status.st_atime, status.st_mtime), status.st_size, path))
+            last = max(status.st_atime, status.st_mtime)
+            os.utime(path, (last - 1, last))  # so Linux notes the next time that it is read
+            found.append((last, status.st_size, path))
     total = sum(size for _, size, _ in found)
     if total > most_bytes:
         for _, size, path in sorted(found):
@@ -77,6 +76,13 @@ def trim(most_bytes: int = _MOST_BYTES) -> None:
                 break
             path.unlink(missing_ok=True)
             total -= size
+
+
+def used(since: float) -> list[int]:
+    """Return the sizes, in bytes, of the programs that were compiled or read since then, by child
+    processes, too."""
+    statuses = [path.stat() for path in folder().glob("*-cache")]
+    return [s.st_size for s in statuses if max(s.st_atime, s.st_mtime) >= since]
 
 
 @contextlib.contextmanager
@@ -88,7 +94,7 @@ def count_programs(function=None):
     counts = collections.Counter()
 
     def listen(event, _, **options):
-        if event == _PROGRAMS:
+        if event == COMPILED:
             counts[options.get("fun_name", "a program")] += 1  # its name, from jax 0.6 on
 
     jax.monitoring.register_event_duration_secs_listener(listen)
@@ -96,68 +102,3 @@ def count_programs(function=None):
         yield lambda: counts[f"jit({function})"] if function else counts.total()
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-
-
-class Counter:
-    """Count the programs of all test processes by file, and print the counts at the end.
-
-    A program is what XLA compiles: a jitted function, or one operation outside of `jit`. Programs
-    of child processes are not counted.
-
-    Args:
-      most: Most programs that a run may compile. More fail it. Default: any number.
-    """
-
-    def __init__(self, most: int | None = None) -> None:
-        self.most, self.num_read, self.file = most, 0, ""
-        self.names: list[str] = []  # of this process's programs
-        self.by_file: collections.Counter[str] = collections.Counter()
-
-    @property
-    def num_programs(self) -> int:
-        return len(self.names)
-
-    def newest(self, count: int) -> str:
-        """Name the last `count` programs."""
-        return f"{count} programs were compiled: {', '.join(self.names[-count:])}"
-
-    def listen(self) -> None:
-        import jax.monitoring
-
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
-
-    def _listen(self, event: str, _: float, **options) -> None:
-        if event == _PROGRAMS:
-            self.names.append(options.get("fun_name", "?"))
-            self.by_file[self.file] += 1
-        self.num_read += event == _READ
-
-    def pytest_runtest_logstart(self, location) -> None:
-        self.file = location[0]
-
-    def pytest_testnodedown(self, node) -> None:
-        by_file, num_read = getattr(node, "workeroutput", {}).get("programs", ({}, 0))
-        self.by_file.update(by_file)
-        self.num_read += num_read
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, session) -> None:
-        if hasattr(session.config, "workeroutput"):
-            session.config.workeroutput["programs"] = dict(self.by_file), self.num_read
-        elif self.is_too_many and session.exitstatus == 0:
-            session.exitstatus = 1
-
-    @property
-    def is_too_many(self) -> bool:
-        return self.most is not None and self.by_file.total() > self.most
-
-    def pytest_terminal_summary(self, terminalreporter) -> None:
-        total = self.by_file.total()
-        terminalreporter.write_line(
-            f"{total:,} programs: {total - self.num_read:,} compiled, {self.num_read:,} read from "
-            "the cache"
-        )
-        if self.is_too_many:
-            terminalreporter.write_line(f"FAILED: at most {self.most:,} are allowed. Most are of")
-            for file, count in self.by_file.most_common(10):
-                terminalreporter.write_line(f"{count:6,} {file}")
