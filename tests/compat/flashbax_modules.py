@@ -82,7 +82,7 @@ def _tree(state):
     sampler, layout = state.replay.sampler, state.replay.layout
     leaves = sampler.tree.sums[0]
     total = sampler.tree.sums[-1].sum(-1, keepdims=True)
-    return Tree(state, leaves, total, sampler.max_priority**layout.alpha)
+    return Tree(state, leaves, total, sampler.max_priority**layout.sampler.alpha)
 
 
 def get(tree, indices):
