@@ -9,6 +9,7 @@
 # make compat    older and newer JAX and Python; the tests of flashbax, Brax and Stable-Baselines3 over our buffers (20 minutes)
 # make soak PART=NAME    the same checks at full size, a part of at most 20 minutes
 # make mutations  breaks the package in 41 ways, each of which a test must notice
+# make mutants FILE=storage/writes.py SAMPLE=40  changes a module in 40 ways at random, most of which a test must notice
 # make aot DEVICE=NAME   compiles for a TPU or GPU that is not there, and checks what comes out; writes benchmarks/ACCELERATORS.md
 # make gpu       GPU tests and figures, on a GPU; writes benchmarks/GPU.md
 # make bench     side by side with flashbax, NumPy, orbax and Stable-Baselines3; writes benchmarks/*.md
@@ -22,7 +23,7 @@ PYTEST := -m pytest -q -n 2 --dist loadgroup
 # gymnax 1.0.1 declares jax < 0.12 but runs on it, so that it is installed without its dependencies, and these are named here.
 EXAMPLES := flax optax matplotlib tqdm six gymnasium seaborn
 
-.PHONY: demo docs datasets examples ruff lint quick oldest test test-all test-oldest mutations compat soak recipes bench gpu aot clean
+.PHONY: demo docs datasets examples ruff lint quick oldest test test-all test-oldest mutants mutations compat soak recipes bench gpu aot clean
 $(VENV)/installed: Makefile pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt -e ".[test,dev,torch,sb3,tensordict,checkpoint,minari,lerobot,ray]" $(EXAMPLES)
@@ -90,6 +91,13 @@ test: ruff oldest
 
 mutations: $(VENV)/installed
 	$(BIN)/python tests/mutations.py
+
+$(VENV)/mutants: $(VENV)/installed
+	$(PIP) install cosmic-ray
+	touch $@
+
+mutants: $(VENV)/mutants
+	$(BIN)/python -m tests.mutants $(FILE) --sample $(or $(SAMPLE),40)
 
 # The main buffers with the oldest JAX that they run with.
 OLDEST_TESTS := (next_step] or items] or steps]) and (reused_and_gone or extend_equals or are_the_steps or serialization) or 3-2-5-True or goes_on_to_the_last_bit and items

@@ -307,32 +307,40 @@ MUTATIONS = (
 )
 
 
-def is_caught(number: int) -> bool:
-    what, file, code, changed, tests = MUTATIONS[number]
+def run_tests(file, changed, tests, num_processes=2):
+    """Run files of tests over a copy of the package in which `file` has the text `changed`, until
+    one test fails. Return its name, "timeout" after 15 minutes, or "" if all pass."""
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder)
         for name in ("jaxreplay", "tests", "examples"):
             shutil.copytree(ROOT / name, copy / name)
-        shutil.copy(ROOT / "pyproject.toml", copy)
-        target = copy / "jaxreplay" / file
-        text = target.read_text()
-        assert text.count(code) == 1, (what, text.count(code))
-        target.write_text(text.replace(code, changed))
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "2", "-p", "no:cacheprovider"]
-        done = subprocess.run(
-            [*command, *(f"tests/{name}" for name in tests.split())],
-            cwd=copy,
-            env=os.environ | {"PYTHONPATH": str(copy)},
-            capture_output=True,
-            text=True,
-        )
-    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+        for name in ("pyproject.toml", "Makefile"):
+            shutil.copy(ROOT / name, copy)
+        (copy / "jaxreplay" / file).write_text(changed)
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+        try:
+            done = subprocess.run(
+                [*command, "-n", str(num_processes), *(f"tests/{name}" for name in tests.split())],
+                cwd=copy,
+                env=os.environ | {"PYTHONPATH": str(copy)},
+                capture_output=True,
+                text=True,
+                timeout=900,
+            )
+        except subprocess.TimeoutExpired:
+            return "timeout"
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     if done.returncode and not failed:
-        raise SystemExit(
-            f"{what}: pytest could not run\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
-        )
-    result = failed[0].partition(" - ")[0] if failed else "NOT CAUGHT"
-    sys.stdout.write(f"{number + 1:3} {what}: {result[:120]}\n")
+        failed = [done.stderr.strip().rpartition("\n")[2] or "pytest could not run"]
+    return failed[0].partition(" - ")[0] if failed else ""
+
+
+def is_caught(number: int) -> bool:
+    what, file, code, changed, tests = MUTATIONS[number]
+    text = (ROOT / "jaxreplay" / file).read_text()
+    assert text.count(code) == 1, (what, text.count(code))
+    failed = run_tests(file, text.replace(code, changed), tests)
+    sys.stdout.write(f"{number + 1:3} {what}: {(failed or 'NOT CAUGHT')[:120]}\n")
     sys.stdout.flush()
     return bool(failed)
 

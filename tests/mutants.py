@@ -1,0 +1,97 @@
+"""Draw mutants of a module at random, and run the tests that hold its promises until one fails:
+`python tests/mutants.py FILE [--sample 40] [--seed 0]`. cosmic-ray makes the mutants.
+
+What it prints of a survivor is its change; the exit status is 1 where fewer than 85 % are killed.
+"""
+
+import argparse
+import ast
+import collections
+import concurrent.futures
+import difflib
+import random
+import sys
+
+import cosmic_ray.ast
+import cosmic_ray.mutating
+import cosmic_ray.plugins
+
+from tests.mutations import ROOT, run_tests
+
+LEAST = 0.85
+ORACLE = "storage/test_oracle_streams.py"
+# files of tests of each module, those that tell most first
+TESTS = {
+    "storage/writes.py": f"{ORACLE} buffers/test_contract.py storage/test_newest_row.py",
+    "storage/adopt.py": "buffers/test_adopt.py checkpoint/test_resize.py",
+    "storage/sampleable.py": f"{ORACLE} samplers/test_uniform.py buffers/test_contract.py",
+    "buffers/replay_buffer.py": f"{ORACLE} buffers/test_contract.py buffers/test_state_check.py "
+    "buffers/test_errors.py buffers/test_newcomer_errors.py",
+    "samplers/joined.py": "samplers/test_blend.py buffers/test_adopt.py",
+    "samplers/shares.py": "samplers/test_blend.py",
+    "samplers/sum_tree.py": "samplers/test_sum_tree.py samplers/test_prioritized.py",
+    "views": f"{ORACLE} views/test_views.py views/test_transitions.py buffers/test_rewards.py",
+    "actors/block.py": "actors/test_blocks.py actors/test_actors.py",
+    "datasets/episodes.py": "test_datasets.py test_dataset_files.py test_demonstrations.py",
+}
+
+
+def _annotations(text):
+    """Return the range of lines and columns of each annotation and decorator."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        found += [getattr(node, "annotation", None), getattr(node, "returns", None)]
+        found += getattr(node, "decorator_list", [])
+    return [((n.lineno, n.col_offset), (n.end_lineno, n.end_col_offset)) for n in found if n]
+
+
+def mutants(path):
+    """Return the changes that cosmic-ray knows of each place of a module, annotations left out."""
+    found = collections.defaultdict(list)
+    text, tree = path.read_text(), cosmic_ray.ast.get_ast_from_path(path)
+    left_out = _annotations(text)
+    for name in cosmic_ray.plugins.operator_names():
+        kind = cosmic_ray.plugins.get_operator(name)
+        if kind.arguments():
+            continue
+        operator = kind()
+        places = (
+            start
+            for node in cosmic_ray.ast.ast_nodes(tree)
+            for start, _ in operator.mutation_positions(node)
+        )
+        for occurrence, start in enumerate(places):
+            if not any(first <= start < end for first, end in left_out):
+                found[start].append((path, operator, occurrence))
+    return list(found.values())
+
+
+def is_killed(mutant, tests):
+    path, operator, occurrence = mutant
+    text = path.read_text()
+    changed = cosmic_ray.mutating.mutate_code(text, operator, occurrence)
+    failed = run_tests(path.relative_to(ROOT / "jaxreplay"), changed, tests, num_processes=0)
+    if not failed:
+        lines = difflib.unified_diff(text.splitlines(), changed.splitlines(), lineterm="", n=1)
+        print(f"SURVIVED {path.name}", *list(lines)[2:], sep="\n", flush=True)
+    return bool(failed)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", choices=TESTS)
+    parser.add_argument("--sample", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    target = ROOT / "jaxreplay" / options.file
+    paths = [target] if target.is_file() else sorted(target.glob("*.py"))
+    places, rng = [place for path in paths for place in mutants(path)], random.Random(options.seed)
+    drawn = [rng.choice(place) for place in rng.sample(places, min(options.sample, len(places)))]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        killed = sum(pool.map(lambda mutant: is_killed(mutant, TESTS[options.file]), drawn))
+    print(f"{options.file}: {killed} of {len(drawn)} mutants killed, of {len(places)} places")
+    sys.exit(killed < LEAST * len(drawn))
+
+
+if __name__ == "__main__":
+    main()
