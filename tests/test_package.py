@@ -14,6 +14,7 @@ import pytest
 import jaxreplay
 
 ROOT = pathlib.Path(jaxreplay.__file__).parents[1]
+pytestmark = pytest.mark.thorough  # the oldest JAX imports the package in each run
 
 
 @pytest.fixture(scope="module")
