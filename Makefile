@@ -8,7 +8,7 @@
 # make datasets  reads what LeRobot, TensorFlow Datasets, flashbax and zarr write, beside LeRobot's and OGBench's own loaders
 # make compat    older and newer JAX and Python; the tests of flashbax, Brax and Stable-Baselines3 over our buffers (20 minutes)
 # make soak PART=NAME    the same checks at full size, a part of at most 20 minutes
-# make mutations  breaks the package in 41 ways, each of which a test must notice
+# make mutations  breaks the package one line at a time, which a test must notice each time
 # make mutants FILE=storage/writes.py SAMPLE=40  changes a module in 40 ways at random, most of which a test must notice
 # make aot DEVICE=NAME   compiles for a TPU or GPU that is not there, and checks what comes out; writes benchmarks/ACCELERATORS.md
 # make gpu       GPU tests and figures, on a GPU; writes benchmarks/GPU.md
@@ -56,7 +56,7 @@ docs: $(DOCS)/installed
 	$(DOCS)/bin/python -m sphinx -b html -q -E -W --keep-going docs out/docs
 
 examples: $(VENV)/installed
-	set -e; for example in dqn_minimal sharded_dqn multihost_dqn dqn ppo sac atari_frame_stack r2d2 her offline_to_online purejaxrl_dqn torch_dqn actors_dqn robot sb3_dict_sac resume steps laplacian dreamer_replay rlpd recurrent_ppo vdn grpo; do echo "== $$example"; $(BIN)/python examples/$$example.py; done; $(BIN)/python examples/rlpd.py --framework torch
+	set -e; for example in dqn_minimal sharded_dqn multihost_dqn dqn ppo sac atari_frame_stack r2d2 her offline_to_online purejaxrl_dqn torch_dqn actors_dqn robot sb3_dict_sac resume steps laplacian dreamer_replay rlpd recurrent_ppo vdn grpo plr; do echo "== $$example"; $(BIN)/python examples/$$example.py; done; $(BIN)/python examples/rlpd.py --framework torch
 
 ruff: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -137,9 +137,9 @@ AS_ON_ONE_REST := resize checkpoint checkpoint_damage checkpoint_faults checkpoi
 # Each file of tests is in one part.
 PART_core := types autoreset docstrings package newcomer_errors contract in_place layers laws uniform prioritized sum_tree queue blend mixture map_rows permutation errors x64 ecosystem
 PART_distributed := distributed
-PART_samplers := adopt end_streams extension recent stale without_replacement episodes targets donation plan state_check transitions
+PART_samplers := adopt end_streams extension recent plr without_replacement episodes targets donation plan state_check transitions
 PART_oracle := oracle_streams
-PART_views := views rewards agents groups archive split_programs tiered tiered_files
+PART_views := views rewards agents groups split_programs tiered tiered_files
 PART_rollouts := demonstrations rollout rollout_episodes trajectories datasets dataset_files dataset_peers inspect torch
 PART_platforms := platforms newest_row
 PART_replay := rows_of_others stateful staging threads interrupts transfers

@@ -33,7 +33,6 @@ from jaxreplay._util import serialization as _serialization
 from jaxreplay._util.signals import defer_interrupts as defer_interrupts
 from jaxreplay._version import __version__
 from jaxreplay.buffers import (
-    Archive,
     CopyWarning,
     Groups,
     Mixture,
@@ -76,7 +75,6 @@ from jaxreplay.targets import gae, masked_mean, sequence_priority, vtrace
 from jaxreplay.types import Sample, SequenceBatch, Step, Transition
 
 __all__ = [
-    "Archive",
     "CopyWarning",
     "Groups",
     "Mixture",

@@ -256,27 +256,6 @@ MUTATIONS = (
         "stateful/test_staging.py stateful/test_stateful.py",
     ),
     (
-        "an equal score takes the place of an older item",
-        "buffers/archive.py",
-        "row = jnp.where(new > lowest, row, self.capacity)",
-        "row = jnp.where(new >= lowest, row, self.capacity)",
-        "buffers/test_archive.py",
-    ),
-    (
-        "a late index sets the score of another item",
-        "buffers/archive.py",
-        "return is_stored & (at(state.lap, row) == index.lap)",
-        "return is_stored",
-        "buffers/test_archive.py",
-    ),
-    (
-        "a level of a tree of minima is searched by its first nodes alone",
-        "storage/min_tree.py",
-        "jnp.sort(node)[:, None] * fan_out",
-        "jnp.sort(nth)[:, None] * fan_out",
-        "buffers/test_archive.py",
-    ),
-    (
         "the end of a block is taken for an episode's end",
         "datasets/episodes.py",
         "num = length - 1 if length > 1 and ends[-2] else max(length - 2, 0)",

@@ -1,6 +1,5 @@
-"""Buffers: `ReplayBuffer`, its forms and wrappers, `Rollout`, `Groups`, `Archive` and `Mixture`."""
+"""Buffers: `ReplayBuffer`, its forms and wrappers, `Rollout`, `Groups` and `Mixture`."""
 
-from jaxreplay.buffers.archive import Archive as Archive, ArchiveState as ArchiveState
 from jaxreplay.buffers.factories import BufferOptions as BufferOptions
 from jaxreplay.buffers.groups import Groups as Groups, GroupsState as GroupsState
 from jaxreplay.buffers.index_buffer import Plan as Plan

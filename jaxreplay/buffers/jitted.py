@@ -23,7 +23,7 @@ B = TypeVar("B")  # the type of a buffer
 # methods that donate the state
 _CHANGES = frozenset(
     ("add", "extend", "write", "clear", "close", "pop", "end_streams", "drop", "merge")
-).union(("update_scores",))
+)
 _METHODS = _CHANGES.union(
     ("sample", "get", "update_priorities", "size", "can_sample", "can_add", "age"),
     ("metrics", "adopt"),
@@ -262,7 +262,7 @@ def jit(buffer: B) -> B:
     that reuses its observation array may have written the next observation into it.
 
     Args:
-      buffer: A `ReplayBuffer`, `Rollout`, `Groups`, `Archive` or `Mixture`, or the result of
+      buffer: A `ReplayBuffer`, `Rollout`, `Groups` or `Mixture`, or the result of
         `jaxreplay.sharded`.
 
     Returns:

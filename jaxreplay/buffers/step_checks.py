@@ -233,9 +233,7 @@ def as_envs(envs: Any, num_envs: int) -> jax.Array:
     return jnp.where((envs >= 0) & (envs < num_envs), envs, num_envs).astype(jnp.int32)
 
 
-def as_priority(
-    where: str, priority: Any, shape: tuple[int, ...], name: str = "priority"
-) -> jax.Array:
+def as_priority(where: str, priority: Any, shape: tuple[int, ...]) -> jax.Array:
     """Return real numbers of this shape as float32[shape], or raise a ValueError."""
     priority = jnp.asarray(priority)
     if (
@@ -244,7 +242,7 @@ def as_priority(
         or jnp.iscomplexobj(priority)
     ):
         raise ValueError(
-            f"{where}: {name}: got {spec_text(priority)}, expected float32{list(shape)}, one "
+            f"{where}: priority: got {spec_text(priority)}, expected float32{list(shape)}, one "
             "for each row"
         )
     return priority.astype(jnp.float32)

@@ -13,7 +13,6 @@ from jaxreplay.samplers.sampler import (
     PrioritySampler as PrioritySampler,
     Sampler as Sampler,
 )
-from jaxreplay.samplers.stale import Stale as Stale
 from jaxreplay.samplers.sum_tree import SumTree as SumTree, SumTreeState as SumTreeState
 from jaxreplay.samplers.uniform import Uniform as Uniform
 from jaxreplay.samplers.without_replacement import WithoutReplacement as WithoutReplacement

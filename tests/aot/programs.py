@@ -215,32 +215,16 @@ def compile_case(case: Case, device: str, platform: str, name: str, batch_size: 
     return compiled(device, function, arguments, donated)
 
 
-def pools(platform: str) -> dict[str, dict[str, Program]]:
-    """Map the names of archives and groups to their programs, by their names, too."""
+def groups_programs(platform: str) -> dict[str, Program]:
+    """Map the names of the programs of groups to them."""
     num, key = 64, jax.eval_shape(lambda: jax.random.key(0))
     items = {"x": jax.ShapeDtypeStruct((num, 8), jnp.float32)}
-    score, number = jax.ShapeDtypeStruct((num,), jnp.float32), jax.ShapeDtypeStruct((num,), int)
-    row = {"x": _numbers(8)}
-    best = jr.Archive(capacity=NUM_ROWS, batch_size=256, sampler=jr.Prioritized())
-    fair = jr.Archive(capacity=NUM_ROWS, batch_size=256, keep="reservoir")
+    number = jax.ShapeDtypeStruct((num,), int)
     groups = jr.Groups(group_size=16, capacity=NUM_ROWS // 16, batch_size=16)
-    made = {}
-    for name, pool in {"archive": best, "reservoir": fair, "groups": groups}.items():
-        before, platforms.default = platforms.default, lambda: platform
-        state = jax.eval_shape(pool.init, row)
-        platforms.default = before
-        if name == "groups":
-            made[name] = {
-                "add": (groups.add, (state, items, number, number), 0),
-                "pop": (groups.pop, (state, key), 0),
-            }
-            continue
-        sampled = jax.eval_shape(pool.sample, state, key)
-        made[name] = {
-            "add": (pool.add, (state, items, score, key), 0),
-            "sample": (pool.sample, (state, key), None),
-        }
-        if name == "archive":
-            update = (state, sampled.index, sampled.probability)
-            made[name]["update"] = (pool.update_scores, update, 0)
-    return made
+    before, platforms.default = platforms.default, lambda: platform
+    state = jax.eval_shape(groups.init, {"x": _numbers(8)})
+    platforms.default = before
+    return {
+        "add": (groups.add, (state, items, number, number), 0),
+        "pop": (groups.pop, (state, key), 0),
+    }

@@ -18,7 +18,7 @@ if "libtpu" not in os.environ.get("JAXREPLAY_AOT", ""):
 
 import devices
 import jax
-from programs import CASES, IMAGES, NUMBERS, compile_case, pools, programs
+from programs import CASES, IMAGES, NUMBERS, compile_case, groups_programs, programs
 
 FEW = os.environ["JAXREPLAY_AOT"] == "libtpu"  # only the TPU, and three programs
 KERNELS = json.loads(pathlib.Path(__file__).with_name("kernels.json").read_text())
@@ -193,18 +193,17 @@ def test_images_fit_into_a_v5e(case):
 
 @pytest.mark.skipif(FEW, reason="a program of `make aot` alone")
 @pytest.mark.parametrize(
-    ("device", "platform", "pool", "name"),
+    ("device", "platform", "name"),
     [
-        pytest.param(device, platform, pool, name, id=f"{device}-{pool}-{name}")
+        pytest.param(device, platform, name, id=f"{device}-groups-{name}")
         for device, platform in DEVICES.items()
-        for pool, of_pool in pools("cpu").items()
-        for name in of_pool
+        for name in groups_programs("cpu")
     ],
 )
-def test_archives_and_groups_are_changed_in_place(device, platform, pool, name):
+def test_groups_are_changed_in_place(device, platform, name):
     if reason := devices.why_not(device):
         pytest.fail(reason)
-    function, arguments, donated = pools(platform)[pool][name]
+    function, arguments, donated = groups_programs(platform)[name]
     program = devices.compiled(device, function, arguments, donated)
     items = 8 * 4 * 1_000_000
     assert not copies(program.text, items // 10)
@@ -212,4 +211,5 @@ def test_archives_and_groups_are_changed_in_place(device, platform, pool, name):
     # counters that are counted anew are not read
     assert donated is None or program.aliased >= bytes_of(arguments[0]) - 16
     assert not re.search(r" while\(", program.text)
-    assert platform != "gpu" or program.kernels <= KERNELS[pool][name], f"{program.kernels} kernels"
+    most = KERNELS["groups"][name]
+    assert platform != "gpu" or program.kernels <= most, f"{program.kernels} kernels"

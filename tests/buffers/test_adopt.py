@@ -449,7 +449,6 @@ class Lookalike(jr.Uniform):
         return {
             "mass": jnp.full(num, 0.5),
             "is_consumed": jnp.ones(num, bool),
-            "time": jnp.arange(num, dtype=jnp.int32),
             "seen": jnp.full(num, 3, jnp.int32),
             "count": jnp.int32(7),
         }
@@ -470,8 +469,7 @@ def test_a_sampler_s_numbers_are_those_of_its_class_whatever_their_names_are():
             jr.Prioritized(),
             jr.Queue(),
             jr.OnlineQueue(),
-            jr.samplers.Stale(),
-            jr.blend(mass=(jr.Prioritized(), 0.5), time=(jr.samplers.Stale(), 0.5)),
+            jr.blend(mass=(jr.Prioritized(), 0.5), seen=(Ages(), 0.5)),
             Ages(),
         )
     ]

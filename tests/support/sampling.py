@@ -23,7 +23,6 @@ from tests.support.steps import nth, plain_step, stacked
 
 # A buffer is a pytree without leaves: its methods are jitted once for all equal buffers.
 init, add, size = (jax.jit(getattr(ReplayBuffer, name)) for name in ("init", "add", "size"))
-update = jax.jit(ReplayBuffer.update_priorities)
 pop, sample = (jax.jit(getattr(ReplayBuffer, name), static_argnums=3) for name in ("pop", "sample"))
 
 
