@@ -20,13 +20,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check -q
 PYTEST := -m pytest -q -n 2 --dist loadgroup
-# gymnax 1.0.1 declares jax < 0.12 but runs on it, so that it is installed without its dependencies, and these are named here.
-EXAMPLES := flax optax matplotlib tqdm six gymnasium seaborn
+# gymnax 1.0.1 declares jax < 0.12 but runs on it, so that it is installed without its dependencies, and these are named here. Minari 0.5.4 needs Pillow.
+EXAMPLES := flax optax matplotlib tqdm six gymnasium seaborn "minari[hdf5]" pillow
 
 .PHONY: demo docs datasets examples ruff lint quick oldest test test-all test-oldest mutants mutations compat soak recipes bench gpu aot clean
 $(VENV)/installed: Makefile pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -c constraints.txt -e ".[test,dev,torch,sb3,tensordict,checkpoint,minari,lerobot,ray]" $(EXAMPLES)
+	$(PIP) install -c constraints.txt -e ".[test,dev,torch,sb3,checkpoint,lerobot,ray]" $(EXAMPLES)
 	$(PIP) install -c constraints.txt --no-deps gymnax
 	touch $@
 
@@ -48,7 +48,7 @@ demo: $(VENV)/installed
 DOCS := .venv-docs
 $(DOCS)/installed: Makefile pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/pip --disable-pip-version-check -q install -c constraints.txt -e ".[docs,torch,sb3,checkpoint,minari]" $(EXAMPLES) flashbax
+	$(DOCS)/bin/pip --disable-pip-version-check -q install -c constraints.txt -e ".[docs,torch,sb3,checkpoint]" $(EXAMPLES) flashbax tensordict
 	$(DOCS)/bin/pip --disable-pip-version-check -q install -c constraints.txt --no-deps gymnax
 	touch $@
 
@@ -193,7 +193,7 @@ recipes: $(RECIPES)/installed
 PEERS := .venv-datasets
 $(PEERS)/installed: Makefile pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(PEERS)
-	$(PEERS)/bin/pip --disable-pip-version-check -q install -c constraints.txt -e ".[test,checkpoint,minari,lerobot,torch]" flashbax requests tqdm pandas packaging filelock typing_extensions
+	$(PEERS)/bin/pip --disable-pip-version-check -q install -c constraints.txt -e ".[test,checkpoint,lerobot,torch]" flashbax "minari[hdf5]" requests tqdm pandas packaging filelock typing_extensions
 	$(PEERS)/bin/pip --disable-pip-version-check -q install --no-deps lerobot==0.4.4 torchvision==0.22.1 "numpy==2.3.*" datasets==4.8.5 "huggingface-hub<1" accelerate safetensors jsonlines draccus==0.10.0 \
 		multiprocess dill xxhash fsspec aiohttp einops deepdiff termcolor orderly-set mergedeep pyyaml pyyaml-include toml typing_inspect mypy_extensions hf_xet aiosignal frozenlist multidict yarl \
 		propcache aiohappyeyeballs httpx httpcore anyio h11 tensorflow-datasets array_record etils "protobuf<7" promise dm-tree immutabledict simple_parsing docstring_parser \

@@ -2,8 +2,8 @@
 
     state = jaxreplay.datasets.from_episodes(open_x(source), buffer)
 
-Each is small, since `jaxreplay.datasets.from_arrays` reads whatever has arrays by name. `make
-datasets` tries them on small files.
+Each is small, since `jaxreplay.datasets.from_arrays` reads whatever has arrays by name, and
+`to_episodes` returns plain arrays. `make datasets` tries them on small files.
 
 References:
   O'Neill et al., "Open X-Embodiment" (2023); Ramos et al., "RLDS" (2021).
@@ -11,6 +11,8 @@ References:
   Mandlekar et al., "What Matters in Learning from Offline Human Demonstrations" (2021): robomimic.
   Chi et al., "Diffusion Policy" (2023).
 """
+
+import os
 
 import jax
 import numpy as np
@@ -61,3 +63,35 @@ def diffusion_policy(group, buffer):
     names = {"obs": {"image": "data/img", "state": "data/state"}, "action": "data/action"}
     names |= {"reward": None, "episode_ends": "meta/episode_ends"}
     return datasets.from_arrays(group, buffer, names=names)
+
+
+def vault(path, buffer, names=None):
+    """Return the state of a flashbax vault, `rel_dir/vault_name/vault_uid`, such as OG-MARL's. It
+    is read whole by flashbax, and each env has a stream of its own."""
+    from flashbax.vault import Vault
+
+    folder, name, uid = str(path).rsplit(os.sep, 2)
+    rows = jax.device_get(Vault(name, rel_dir=folder, vault_uid=uid).read().experience)
+    num_envs = len(jax.tree.leaves(rows)[0])
+    envs = [jax.tree.map(lambda leaf, env=env: leaf[env], rows) for env in range(num_envs)]
+    return datasets.from_arrays(envs, buffer, names=names)
+
+
+def to_minari(buffer, state, dataset_id, **options):
+    """Write a buffer's episodes to a new dataset of Minari, and return it. `options` are those of
+    `minari.create_dataset_from_buffers`, such as `env`; images are stored losslessly."""
+    import minari
+    from minari.data_collector.episode_buffer import EpisodeBuffer
+
+    episodes = [
+        EpisodeBuffer(
+            observations=one.observations,
+            actions=one.actions,
+            rewards=list(one.rewards),
+            terminations=list(one.terminations),
+            truncations=list(one.truncations),
+        )
+        for one in datasets.to_episodes(buffer, state)
+    ]
+    options = {"jpeg_encoding": False} | options
+    return minari.create_dataset_from_buffers(dataset_id, episodes, **options)

@@ -22,6 +22,7 @@ import warnings
 from typing import Any
 
 import _common as common
+import datasets as recipes
 import flax.linen as nn
 import flax.struct
 import jax
@@ -135,7 +136,7 @@ def make_dataset(key, num_steps=1_600):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Minari asks for an author, among others
         name = "example/mountain-car-v0"
-        return datasets.to_minari(buffer, state, name, env="MountainCar-v0")
+        return recipes.to_minari(buffer, state, name, env="MountainCar-v0")
 
 
 def mean_steps(first):

@@ -75,7 +75,7 @@ def compressed(folder, rows):
 
 
 def hdf5(folder, rows):
-    h5py = pytest.importorskip("h5py", reason="the minari extra is not installed")
+    h5py = pytest.importorskip("h5py", reason="h5py is not installed")
     with h5py.File(folder / "a.hdf5", "w") as file:
         for name, values in rows.items():
             file.create_dataset(name, data=values, chunks=(5, *values.shape[1:]))
@@ -291,7 +291,7 @@ def test_a_file_with_rows_of_final_observations(form, tmp_path, monkeypatch):
 def test_a_file_by_episode(form, num_envs, tmp_path):
     """As robomimic's, with next observations, or with a final one; some episodes have no flag, and
     one has no row."""
-    h5py = pytest.importorskip("h5py", reason="the minari extra is not installed")
+    h5py = pytest.importorskip("h5py", reason="h5py is not installed")
     obs, next_obs, action, reward, end, cut = made(4)
     stops = np.flatnonzero(end | cut) + 1
     replay = jr.uniform(capacity=300, num_envs=num_envs, batch_size=8, gamma=0.5, autoreset=form)
@@ -516,7 +516,7 @@ class _Closed:
 def test_large_episodes_are_read_in_parts(tmp_path):
     """Memory beside the state is a few blocks: 160 MiB of images that are one episode, in an HDF5
     group, or in one row group of Parquet."""
-    pytest.importorskip("h5py", reason="the minari extra is not installed")
+    pytest.importorskip("h5py", reason="h5py is not installed")
     pytest.importorskip("pyarrow", reason="the lerobot extra is not installed")
     code = """
 import resource, sys, h5py, pyarrow
@@ -1000,88 +1000,3 @@ def check_chunks(buffer, state, lengths):
             for name, value in values.items()
         }
     assert got == expected
-
-
-def write_vault(folder, experience, length):
-    """Write leaves [E, T, ...] as a vault of so many rows, as flashbax does."""
-    import tensorstore
-
-    def put(name, values, shape):
-        base = {"driver": "file", "path": f"{folder}/"}
-        kvstore = {"driver": "ocdbt", "base": base, "path": name}
-        spec = {"driver": "zarr", "kvstore": kvstore}
-        array = tensorstore.open(spec, dtype=values.dtype, shape=shape, create=True).result()
-        array[tuple(map(slice, values.shape))].write(values).result()
-
-    folder.mkdir()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(experience):
-        name = "".join(f"{key.key}." for key in path)
-        put(name, leaf[:, :length], (leaf.shape[0], 10**13, *leaf.shape[2:]))
-    put("vault_index", np.array([length], np.int32), (1,))
-    shapes = jax.tree.map(lambda leaf: str(leaf.shape), experience)
-    (folder / "metadata.json").write_text(json.dumps({"version": 1.2, "structure_shape": shapes}))
-    return folder
-
-
-def write_by_flashbax(folder, experience, length):
-    module = pytest.importorskip("flashbax.vault", reason="flashbax is not installed")
-    from flashbax.buffers.trajectory_buffer import TrajectoryBufferState
-
-    tree = jax.tree.map(jax.numpy.asarray, experience)
-    index, no = jax.numpy.int32(length), jax.numpy.bool_(False)
-    state = TrajectoryBufferState(experience=tree, current_index=index, is_full=no)
-    module.Vault(folder.name, tree, rel_dir=str(folder.parent), vault_uid="a").write(state)
-    return folder / "a"
-
-
-@pytest.mark.parametrize("name", ["50%25 done", "run#1?a", "\u00fc"])
-def test_a_vault_may_lie_at_any_path(name, tmp_path):
-    experience = {"observations": np.arange(6.0, dtype=np.float32).reshape(1, 6)}
-    (env,) = datasets.open_vault(write_vault(tmp_path / name, experience, 4))
-    assert np.asarray(env["observations"]).tolist() == [0, 1, 2, 3]
-
-
-@FORMS
-@pytest.mark.parametrize("write", [write_vault, write_by_flashbax])
-def test_a_vault(form, write, tmp_path, monkeypatch):
-    """Two envs, whose last row is not in the vault."""
-    columns = made(0), made(1)
-    length = min(len(action) for _, _, action, *_ in columns) - 1
-    obs, _, action, reward, terminated, truncated = (
-        np.stack([column[: length + 1] for column in both]) for both in zip(*columns, strict=True)
-    )
-    obs[1] += 1000
-    action[1] += 1000
-    experience = {
-        "observations": {"a": obs, "b": np.repeat(obs[..., None], 3, axis=2)},
-        "actions": action,
-        "rewards": reward,
-        "terminals": np.repeat(terminated[..., None], 2, axis=2),  # two agents
-        "info": {"cut": truncated},
-    }
-    path, replay = write(tmp_path / "v", experience, length), buffer(form)
-
-    def refused(message, path, **options):
-        with pytest.raises(ValueError, match=message):
-            datasets.from_arrays(datasets.open_vault(path), replay, **options)
-
-    refused("env 0: there is no array infos for truncated", path, names={"truncated": "infos"})
-    refused("d is no vault: ", path / "d")
-    # the row of a truncation, and the newest, is taken for the final observation
-    is_lost = truncated | (np.arange(length + 1) == length - 1) & ~terminated
-    wanted = {
-        (obs[at], action[at], reward[at], *((0, None) if terminated[at] else (0.5, obs[at] + 1)))
-        for at in np.ndindex(2, length)
-        if terminated[at] or not is_lost[at]
-    }
-    assert len(wanted) > 40
-    for block_bytes in (1, 500, 2**22):
-        monkeypatch.setattr(arrays, "BLOCK_BYTES", block_bytes)
-        file = datasets.open_vault(path)
-        state = datasets.from_arrays(file, replay, names={"truncated": "info/cut"})
-        assert transitions(replay, state, lambda obs: obs["a"]) == wanted
-        stored = jax.device_get(state.rows.steps.obs)
-        np.testing.assert_array_equal(stored["b"], np.stack([stored["a"]] * 3, axis=1))
-    metadata = json.loads((path / "metadata.json").read_text())
-    (path / "metadata.json").write_text(json.dumps(metadata | {"version": 2.0}))
-    refused("has version 2; known are 1.x", path)

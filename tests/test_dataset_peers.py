@@ -1,8 +1,9 @@
 """Data that other libraries wrote, beside what they read of it: `make datasets` has them all."""
 
-import importlib.util
 import os
 import pathlib
+import runpy
+import types
 
 import jax
 import numpy as np
@@ -15,15 +16,12 @@ from tests.support.steps import nth
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")  # of the libraries
 
-EXAMPLE = pathlib.Path(__file__).parent.parent / "examples" / "datasets.py"
+RECIPES = pathlib.Path(__file__).parent.parent / "examples" / "datasets.py"
 
 
 @pytest.fixture
 def recipes():
-    spec = importlib.util.spec_from_file_location("recipes", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return types.SimpleNamespace(**runpy.run_path(str(RECIPES)))
 
 
 def rows_of(replay, state):
@@ -212,7 +210,7 @@ def test_a_zarr_group_of_a_diffusion_policy(recipes, tmp_path):
 
 
 def test_an_hdf5_file_of_robomimic(recipes, tmp_path):
-    h5py = pytest.importorskip("h5py", reason="the minari extra is not installed")
+    h5py = pytest.importorskip("h5py", reason="h5py is not installed")
     with h5py.File(tmp_path / "a.hdf5", "w") as file:
         for index, length in enumerate((3, 5)):
             number = np.arange(length, dtype=np.float32) + 10 * index
@@ -226,3 +224,29 @@ def test_an_hdf5_file_of_robomimic(recipes, tmp_path):
     states = [one.observations["eef"].tolist() for one in found]
     assert states == [[0, 1, 2, 3], [10, 11, 12, 13, 14, 15]]
     assert all(one.terminations[-1] for one in found)
+
+
+def test_a_vault_of_flashbax(recipes, tmp_path):
+    """Two envs, of which each has a stream of its own. The vault ends within an episode."""
+    vault = pytest.importorskip("flashbax.vault", reason="make datasets has it")
+    from flashbax.buffers.trajectory_buffer import TrajectoryBufferState
+
+    number = np.arange(8, dtype=np.float32) + np.float32([[0], [100]])
+    ends = np.isin(number, (2, 104))
+    rows = {"observations": {"a": number}, "actions": number, "rewards": number}
+    rows |= {"terminals": np.repeat(ends[..., None], 2, axis=2), "info": {"cut": number == 5}}
+    rows = jax.tree.map(jax.numpy.asarray, rows)
+    count, is_full = jax.numpy.int32(7), jax.numpy.bool_(False)
+    state = TrajectoryBufferState(experience=rows, current_index=count, is_full=is_full)
+    vault.Vault("mine", rows, rel_dir=os.fspath(tmp_path), vault_uid="a").write(state)
+    replay = jr.uniform(capacity=32, batch_size=4, autoreset="next_step")
+    state = recipes.vault(tmp_path / "mine" / "a", replay, {"truncated": "info/cut"})
+    found = [*datasets.to_episodes(replay, state)]
+    # a termination needs no final observation; of other ends the last row is taken for it
+    assert [one.observations["a"].tolist() for one in found] == [
+        [0, 1, 2, 2],
+        [3, 4, 5],
+        [100, 101, 102, 103, 104, 104],
+        [105, 106],
+    ]
+    assert [bool(one.terminations[-1]) for one in found] == [True, False, True, False]

@@ -2,6 +2,8 @@
 dataset's."""
 
 import dataclasses
+import pathlib
+import runpy
 import sys
 
 import jax
@@ -9,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-pytest.importorskip("minari", reason="the minari extra is not installed")
+pytest.importorskip("minari", reason="Minari is not installed")
 
 import minari
 from gymnasium.spaces import Box, Dict, Discrete, Tuple
@@ -17,14 +19,13 @@ from minari.data_collector.episode_buffer import EpisodeBuffer
 
 import jaxreplay as jr
 from jaxreplay import datasets
-from jaxreplay.datasets import export
 from jaxreplay.datasets.episodes import rows_of, steps_of
 from tests.support.buffers import everything, jitted
-from tests.support.steps import plain_step
 
 # Minari's recommendations for a dataset's metadata.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:minari.utils")
 
+RECIPES = pathlib.Path(__file__).parent.parent / "examples" / "datasets.py"
 IMAGE = (32, 32, 3)
 GOAL = Box(-np.inf, np.inf, (2,), np.float64)
 ABOUT = {
@@ -67,8 +68,9 @@ def buffer(form, capacity, num_envs=1):
 
 
 def exported(replay, state, name, **options):
-    """Return the episodes of the Minari dataset that a state becomes."""
-    return list(datasets.to_minari(replay, state, name, **{**ABOUT, **options}))
+    """Return the episodes of the Minari dataset that a state becomes, by the recipe."""
+    to_minari = runpy.run_path(str(RECIPES))["to_minari"]
+    return list(to_minari(replay, state, name, **{**ABOUT, **options}))
 
 
 def assert_equal(got, wanted):
@@ -126,9 +128,7 @@ def numbers_of(replay, obs, terminated=(), truncated=(), **options):
     steps = jr.Step(obs, obs, obs.astype(np.float32), terminated=ends[0], truncated=ends[1])
     example = jax.tree.map(lambda leaf: leaf[0, 0], steps)
     state = jitted(replay, "extend")(replay.init(example), steps)
-    space = Box(-np.inf, np.inf, (), np.float32)
-    spaces = {"observation_space": space, "action_space": space}
-    found = exported(replay, state, f"{replay.autoreset}/one-v0", **spaces, **options)
+    found = [*datasets.to_episodes(replay, state, **options)]
     for one in found:
         assert one.rewards.tolist() == one.actions.tolist() == one.observations[:-1].tolist()
         assert bool(one.terminations[-1]) != bool(one.truncations[-1])
@@ -140,8 +140,7 @@ def test_what_is_stored_of_an_episode():
     continues."""
     replay = buffer("next_step", 2 * 10, num_envs=2)
     time = np.arange(13, dtype=np.float32)[:, None] + np.float32([0, 100])
-    with pytest.raises(ValueError, match="to_minari: there is no intact episode in the buffer"):
-        numbers_of(replay, time, [5])
+    assert not numbers_of(replay, time, [5])
     assert numbers_of(replay, time, [5], include_partial=True) == [
         ([3, 4, 5, 6], True),
         ([7, 8, 9, 10, 11, 12], False),
@@ -228,49 +227,14 @@ def test_bad_input_is_refused():
             datasets.from_episodes(dataset, other)
     with pytest.raises(ValueError, match="from_episodes: there is no transition"):
         datasets.from_episodes(dataset.filter_episodes(lambda _: False), replay)
-    with pytest.raises(ValueError, match="to_minari: buffer must be a ReplayBuffer of steps"):
-        exported(items, items.init(0.0), "bad/two-v0")
-    flags, number = np.zeros(2, bool), np.zeros(3, np.float32)
-    agents = datasets.Episode(number, number[:2], {"a": number[:2]}, flags, flags)
-    with pytest.raises(ValueError, match="to_minari: a Minari step has one reward"):
-        exported(replay, datasets.from_episodes([agents], replay), "bad/two-v0")
-    state = jitted(replay, "clear")(datasets.from_episodes(dataset, replay))
-    with pytest.raises(ValueError, match="there is no transition in the buffer"):
-        exported(replay, state, "bad/two-v0", include_partial=True)
-    assert "bad/two-v0" not in minari.list_local_datasets()
-
-
-def test_a_write_that_fails_leaves_no_half_dataset(monkeypatch):
-    dataset = made("half/one-v0", [episode(0, 4), episode(1, 3)])
-    replay = buffer("next_step", 16)
-    state = datasets.from_episodes(dataset, replay)
-    monkeypatch.setattr(export, "_MOST_BYTES", 1)  # one episode at a time
-
-    def fails(*_):
-        raise OSError("no space left")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(minari.MinariDataset, "update_dataset_from_buffer", fails)
-        with pytest.raises(OSError, match="no space left"):
-            exported(replay, state, "half/two-v0")
-    assert "half/two-v0" not in minari.list_local_datasets()
-    with pytest.raises(ValueError, match="observation space and action space must be provided"):
-        datasets.to_minari(replay, state, "half/two-v0", data_format="hdf5")
-    assert_equal(exported(replay, state, "half/two-v0"), list(dataset))
-    with pytest.raises(
-        ValueError, match="to_minari: pass another dataset_id, since half/two-v0 exists"
-    ):
-        exported(replay, state, "half/two-v0")
-    assert len(minari.load_dataset("half/two-v0")) == 2
+    with pytest.raises(ValueError, match="to_episodes: buffer must be a ReplayBuffer of steps"):
+        datasets.to_episodes(items, items.init(0.0))
+    with pytest.raises(ValueError, match="to_episodes: the state belongs to another buffer"):
+        datasets.to_episodes(buffer("next_step", 8), datasets.from_episodes(dataset, replay))
 
 
 def test_without_the_extra_the_error_says_which(monkeypatch):
     replay = buffer("next_step", 16)
-    state = replay.init(plain_step(np.float32(0)))
-    monkeypatch.setitem(sys.modules, "minari", None)
-    message = r"to_minari needs minari: pip install 'jaxreplay\[minari\]'"
-    with pytest.raises(ImportError, match=message):
-        datasets.to_minari(replay, state, "a/b-v0")
     monkeypatch.setitem(sys.modules, "tqdm", None)
     with pytest.raises(ImportError, match="from_episodes: a progress bar needs tqdm"):
         datasets.from_episodes([episode(0, 4)], replay, progress=True)

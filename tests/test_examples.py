@@ -225,7 +225,7 @@ def test_a_world_models_replay_gives_each_new_sequence_once(run):
 )
 def test_what_an_example_adds_helps(run, name, arguments, better, worse):
     if name == "offline_to_online":
-        pytest.importorskip("minari", reason="the minari extra is not installed")
+        pytest.importorskip("minari", reason="Minari is not installed")
     figures = run(name, *arguments.split(), "--seeds", "1")
     assert figures[better] > figures[worse]
 

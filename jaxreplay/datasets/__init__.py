@@ -1,5 +1,5 @@
 """Recorded data as a buffer's state, from files and other libraries, a few rows at a time; and a
-buffer's episodes, as they are or as a Minari dataset.
+buffer's episodes.
 
     file = open_npz("cube-single-play-v0.npz")
     names = {"reward": None}
@@ -10,8 +10,8 @@ buffer's episodes, as they are or as a Minari dataset.
 
 from jaxreplay.datasets.arrays import from_arrays, required_capacity
 from jaxreplay.datasets.episodes import Episode, from_episodes
-from jaxreplay.datasets.export import to_episodes, to_minari
-from jaxreplay.datasets.files import open_npz, open_parquet, open_vault
+from jaxreplay.datasets.export import to_episodes
+from jaxreplay.datasets.files import open_npz, open_parquet
 from jaxreplay.datasets.lerobot import open_lerobot
 
 __all__ = [
@@ -21,8 +21,6 @@ __all__ = [
     "open_lerobot",
     "open_npz",
     "open_parquet",
-    "open_vault",
     "required_capacity",
     "to_episodes",
-    "to_minari",
 ]

@@ -1,7 +1,6 @@
-"""A buffer's episodes, as they are or as a Minari dataset."""
+"""A buffer's episodes."""
 
 import itertools
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,12 +11,9 @@ import numpy as np
 from jaxreplay._util.aliases import PyTree, Stored
 from jaxreplay._util.pow2 import power_above
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
-from jaxreplay.datasets.episodes import Episode, cut, with_last
-from jaxreplay.datasets.files import imported
+from jaxreplay.datasets.episodes import Episode, cut
 from jaxreplay.storage import ring, row_flags, stored_arrays
 from jaxreplay.storage.state import ReplayState
-
-_MOST_BYTES = 2**24  # of episodes written at once; a larger episode is written alone
 
 
 def to_episodes(
@@ -52,22 +48,16 @@ def to_episodes(
       >>> [one.observations.tolist() for one in to_episodes(buffer, state)]
       [[0.0, 1.0, 2.0]]
     """
-    return _episodes("to_episodes", buffer, state, include_partial)
-
-
-def _episodes(
-    where: str, buffer: ReplayBuffer, state: ReplayState, include_partial: bool
-) -> Iterator[Episode]:
     if not isinstance(buffer, ReplayBuffer) or buffer.autoreset is None:
         raise ValueError(
-            f"{where}: buffer must be a ReplayBuffer of steps, since items have no episodes"
+            "to_episodes: buffer must be a ReplayBuffer of steps, since items have no episodes"
         )
     if (
         not isinstance(state, ReplayState)
         or len(jax.tree.leaves(state.rows.flags)[0]) != buffer.capacity
     ):
         raise ValueError(
-            f"{where}: the state belongs to another buffer; this one has {buffer.capacity} rows"
+            f"to_episodes: the state belongs to another buffer; this one has {buffer.capacity} rows"
         )
     found = _found(buffer, state, include_partial)
     return (episode._replace(id=number) for number, episode in enumerate(found))
@@ -139,75 +129,3 @@ def _plain(values: np.ndarray) -> np.ndarray:
 @jax.jit
 def _take(stored: Stored, row: jax.Array) -> Any:
     return stored_arrays.tree_map(lambda leaf: stored_arrays.read(leaf, row), stored)
-
-
-def to_minari(
-    buffer: ReplayBuffer,
-    state: ReplayState,
-    dataset_id: str,
-    *,
-    include_partial: bool = False,
-    **options: Any,
-) -> Any:
-    """Write a buffer's episodes to a new local dataset of Minari; needs `jaxreplay[minari]`.
-
-    They are those of `to_episodes`, a few at a time, without extras.
-
-    Args:
-      buffer: A `ReplayBuffer` of steps.
-      state: The buffer's state.
-      dataset_id: Minari's name of the new dataset, such as "mine/door-v0".
-      include_partial: As for `to_episodes`. Default: False.
-      options: Arguments of `minari.create_dataset_from_buffers`, such as `env`, or both spaces.
-        Images are stored losslessly, unless `jpeg_encoding=True`.
-
-    Returns:
-      The `minari.MinariDataset`.
-
-    Raises:
-      ImportError: Minari is not installed.
-      ValueError: The buffer holds items or no intact episode, its rewards are not one array, the
-        state belongs to another buffer, or the dataset exists.
-    """
-    minari = imported("to_minari", "minari", "minari")
-    from minari.data_collector.episode_buffer import EpisodeBuffer
-    from minari.storage.datasets_root_dir import get_dataset_path
-
-    path = get_dataset_path(dataset_id)
-    if path.exists():
-        raise ValueError(f"to_minari: pass another dataset_id, since {dataset_id} exists: {path}")
-    episodes = _episodes("to_minari", buffer, state, include_partial)
-    dataset, some, num_bytes = None, [], 0
-    try:
-        for episode, is_last in with_last(episodes):
-            if not isinstance(episode.rewards, np.ndarray):
-                raise ValueError(
-                    "to_minari: a Minari step has one reward, but the buffer's are a pytree"
-                )
-            some.append(
-                EpisodeBuffer(
-                    observations=episode.observations,
-                    actions=episode.actions,
-                    rewards=list(episode.rewards),
-                    terminations=list(episode.terminations),
-                    truncations=list(episode.truncations),
-                )
-            )
-            num_bytes += sum(leaf.nbytes for leaf in jax.tree.leaves(episode[:2]))
-            if num_bytes < _MOST_BYTES and not is_last:
-                continue
-            if dataset is None:
-                options = {"jpeg_encoding": False, **options}
-                dataset = minari.create_dataset_from_buffers(dataset_id, some, **options)
-            else:  # each write goes through all of a dataset's files
-                dataset.update_dataset_from_buffer(some)
-            some, num_bytes = [], 0
-    except BaseException:
-        shutil.rmtree(path, ignore_errors=True)  # a partial dataset would look complete
-        raise
-    if dataset is None:
-        raise ValueError(
-            f"to_minari: there is no {'transition' if include_partial else 'intact episode'} in "
-            "the buffer"
-        )
-    return dataset

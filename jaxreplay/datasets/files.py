@@ -1,11 +1,10 @@
-"""Arrays of `.npz` files, Parquet files and flashbax's vaults, read a few rows at a time."""
+"""Arrays of `.npz` files and Parquet files, read a few rows at a time."""
 
 import bisect
 import functools
 import importlib
 import io
 import itertools
-import json
 import math
 import os
 import re
@@ -15,13 +14,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from numpy.lib import format as npy
 
 _READ_BYTES = 2**20  # of one array
 _GRAY = "I", "I;16", "I;16B", "I;16L", "I;16N", "F"  # Pillow's modes of more than 8 bits
-_VAULT = 1  # version of vaults, without what follows the point
 
 
 class File(Mapping[str, Any]):
@@ -282,48 +279,6 @@ def inside(folder: Path, name: str) -> Path:
     if not path.is_relative_to(whole):
         raise ValueError(f"{name} is not below {whole}, whose data name it")
     return path
-
-
-def open_vault(path: Any) -> list[File]:
-    """Return the arrays of each env of a flashbax vault, such as OG-MARL's, for `from_arrays`;
-    needs `jaxreplay[checkpoint]`, and not flashbax.
-
-    Args:
-      path: Folder of the vault: `rel_dir/vault_name/vault_uid`.
-
-    Raises:
-      ImportError: TensorStore is not installed.
-      ValueError: The folder holds no vault, or is damaged.
-    """
-    tensorstore = imported("open_vault", "tensorstore", "checkpoint")
-    folder = Path(path).absolute()
-    try:
-        metadata = json.loads((folder / "metadata.json").read_text())
-        shapes, version = metadata["structure_shape"], int(metadata["version"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"open_vault: {folder} is no vault: metadata.json: {error}") from error
-    if version != _VAULT:
-        raise ValueError(f"open_vault: {folder} has version {version}; known are {_VAULT}.x")
-    # a chunk has rows of all envs, which are read one env after another
-    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 2**25}})
-
-    def opened(name: str) -> Any:
-        base = {"driver": "file", "path": f"{folder}/"}
-        kvstore = {"driver": "ocdbt", "base": base, "path": name}
-        return tensorstore.open({"driver": "zarr", "kvstore": kvstore}, context=context).result()
-
-    def arrays(tree: Any, prefix: str) -> Any:
-        if isinstance(tree, dict):
-            return {key: arrays(below, f"{prefix}{key}.") for key, below in tree.items()}
-        return opened(prefix)
-
-    try:
-        whole, num_rows = arrays(shapes, ""), int(opened("vault_index").read().result()[0])
-    except (ValueError, IndexError) as error:
-        raise ValueError(f"open_vault: {folder} is damaged: {error}") from error
-    envs = range(jax.tree.leaves(whole)[0].shape[0])
-    each = [jax.tree.map(lambda array, env=env: array[env, :num_rows], whole) for env in envs]
-    return [File(folder, one, one.__getitem__) for one in each]
 
 
 def imported(where: str, module: str, extra: str) -> Any:

@@ -39,7 +39,7 @@ FLASHBAX_NAMES = {
     "buffers.prioritised_trajectory_buffer.trajectory_buffer": "the same",
     "buffers.*.make_*trajectory_buffer": "a function of another module that is imported",
     "*.add_dim_to_args": "adds an axis to the arguments of a function: use jnp.expand_dims",
-    "vault.*": "jaxreplay.datasets.open_vault reads a vault, jaxreplay.checkpoint saves buffers",
+    "vault.*": "jaxreplay.checkpoint saves buffers",
 }
 BRAX = {
     "replay_buffers_test::testInvalidStateShape": (
