@@ -219,7 +219,7 @@ def _forms(capacity: int) -> list[Row]:
     for buffer in _OPERATIONS:
         plain = _case(buffer, "fused", "scan", capacity)
         forms = ["next_step", "final_obs", "n_step=3"] + (
-            ["weights", "buffer_max"] if buffer == "prioritized" else []
+            ["weights"] if buffer == "prioritized" else []
         )
         for form in forms:
             case = dataclasses.replace(plain, form=form)

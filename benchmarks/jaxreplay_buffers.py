@@ -11,9 +11,9 @@ class Library:
     """jaxreplay's calls.
 
     Forms: "" has envs that step together, as in flashbax, and no final observations. Each other
-    form changes one thing: "next_step", "final_obs" and "n_step=3" change the buffer; "weights" and
-    "buffer_max" use importance weights in a loss; "carried" carries the whole sample through a
-    loop, and not only the items. "jax.jit" has single calls of `jax.jit`, not of `jr.jit`.
+    form changes one thing: "next_step", "final_obs" and "n_step=3" change the buffer; "weights"
+    uses importance weights in a loss; "carried" carries the whole sample through a loop, and not
+    only the items. "jax.jit" has single calls of `jax.jit`, not of `jr.jit`.
     """
 
     def __init__(self, case: Case):
@@ -35,8 +35,7 @@ class Library:
         }
         if case.buffer == "uniform":
             return jr.uniform(**sizes)
-        normalize_weights = "buffer" if case.form == "buffer_max" else "batch"
-        return jr.prioritized(**sizes, normalize_weights=normalize_weights)
+        return jr.prioritized(**sizes)
 
     def init(self, example):
         return self._buffer.init(example)

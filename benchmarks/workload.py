@@ -147,11 +147,11 @@ def _fused(library: Library, case: Case) -> Callable:
         step, key = x
         state = library.add(state, step)
         drawn = library.sample(state, key)
-        if case.form in ("weights", "buffer_max"):
+        if case.form == "weights":
             loss += jnp.mean(library.weight(state, drawn) * drawn.reward)
         if case.buffer == "prioritized":
             priority = jnp.abs(drawn.reward) + 0.5
-            if case.form not in ("weights", "buffer_max", "carried"):
+            if case.form not in ("weights", "carried"):
                 priority += 0 * drawn.probability  # so that XLA computes them
             state = library.update(state, drawn.index, priority)
         return state, drawn.kept, loss

@@ -102,8 +102,8 @@ MUTATIONS = (
     (
         "a parent drifts from the sum of its children",
         "samplers/sum_tree.py",
-        'values[level] = at.set(new, mode="promise_in_bounds")',
-        'values[level] = at.max(new, mode="promise_in_bounds")',
+        'sums[level] = at.set(new, mode="promise_in_bounds")',
+        'sums[level] = at.max(new, mode="promise_in_bounds")',
         "samplers/test_sum_tree.py",
     ),
     (

@@ -200,7 +200,7 @@ def test_a_public_docstring_explains_itself(name):
 
 def test_a_configuration_shows_its_arguments():
     shown = inspect.signature(jaxreplay.Prioritized).parameters
-    names = ["alpha", "beta", "normalize_weights", "stratified", "new_priority", "fan_out"]
+    names = ["alpha", "beta", "stratified", "new_priority", "fan_out"]
     assert [*shown] == names
     assert shown["alpha"].default == 0.6
 

@@ -1,7 +1,7 @@
 """Named buffers. Each composes storage, a sampler and a view in a few lines."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, Required, TypedDict, Unpack
+from typing import Any, Required, TypedDict, Unpack
 
 from jaxreplay._util.aliases import Autoreset, PyTree
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
@@ -188,7 +188,6 @@ def prioritized(
     discount_key: str | None = None,
     alpha: float = 0.6,
     beta: float = 0.4,
-    normalize_weights: Literal["batch", "buffer"] | None = "batch",
     stratified: bool = True,
     new_priority: float | None = None,
     **shared: Unpack[BufferOptions],
@@ -206,9 +205,6 @@ def prioritized(
         probable. Default: 0.6.
       beta: Exponent of importance weights, at least 0: 0 corrects nothing, 1 corrects the bias of
         prioritized sampling fully. `sample` takes another value. Default: 0.4.
-      normalize_weights: "batch" divides weights by the largest of the batch. "buffer" divides them
-        by the largest of the whole buffer, as the paper does; updates of priorities take about
-        twice as long. None leaves them as `(size * probability) ** -beta`. Default: "batch".
       stratified: Sample once from each of B equal parts of the total, as in the paper. Batches then
         come in the order of rows in the rings. False: B independent samples. Default: True.
       new_priority: Priority of rows that are added without one, at least 0. Default: the largest so
@@ -256,7 +252,6 @@ def prioritized(
     sampler = Prioritized(
         alpha=alpha,
         beta=beta,
-        normalize_weights=normalize_weights,
         stratified=stratified,
         new_priority=new_priority,
     )

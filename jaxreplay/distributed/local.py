@@ -19,7 +19,6 @@ from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import check_state, example_of
 from jaxreplay.samplers import PrioritySampler
 from jaxreplay.samplers.prioritized import SMALLEST
-from jaxreplay.samplers.sampler import uniform_probability
 from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.storage.state import ReplayState
 from jaxreplay.targets import weights_of
@@ -361,11 +360,8 @@ class Local(Static, Generic[T]):
         size = sampler.size(state.sampler, rows)
         mass = sampler.mass(state.sampler, rows)
         mass = jnp.where((size > 0) & sampler.can_sample(state.sampler), mass, 0)
-        reference = None
-        if isinstance(sampler, PrioritySampler):
-            reference = sampler.reference(state.sampler, rows)
-        if reference is None:  # the smallest positive probability
-            reference = jnp.min(jnp.where(probability > 0, probability, jnp.inf), initial=jnp.inf)
+        # the smallest positive probability
+        reference = jnp.min(jnp.where(probability > 0, probability, jnp.inf), initial=jnp.inf)
         own = [mass, size, reference]
         # one collective, of numbers that keep their bits
         mass, size, reference = jax.lax.all_gather(
@@ -382,8 +378,6 @@ class Local(Static, Generic[T]):
         total = mass.sum()
         share = mass / jnp.where(total > 0, total, 1)
         reference = jnp.min(jnp.where(share > 0, reference * share, jnp.inf))
-        if getattr(sampler, "normalize_weights", "batch") is None:
-            reference = uniform_probability(size)
         return _Whole(share, reference, (size >= self.min_size) & (total > 0))
 
     def _agreed(self, state: ReplayState, is_changed: bool) -> ReplayState:

@@ -17,7 +17,7 @@ from jaxreplay._util.struct import Static
 from jaxreplay.buffers import memory, step_checks
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.distributed.local import Local, part_of, shard_of
-from jaxreplay.samplers import ConsumingSampler, Prioritized, PrioritySampler, Sampler
+from jaxreplay.samplers import ConsumingSampler, PrioritySampler, Sampler
 from jaxreplay.storage import platforms, stored_arrays
 from jaxreplay.storage.state import ReplayState
 from jaxreplay.types import Index, Sample, SampleOptions, T
@@ -83,7 +83,7 @@ class Sharded(Static, Generic[T]):
         if not _has_known_weights(type(sampler)):
             raise ValueError(
                 f"sharded: {type(sampler).__name__} has weights of its own, which one shard cannot "
-                "tell; leave out its weight and reference"
+                "tell; leave out its weight"
             )
         self.local  # noqa: B018, its parts are checked
 
@@ -461,10 +461,7 @@ class Sharded(Static, Generic[T]):
 
 def _has_known_weights(sampler: type[Sampler]) -> bool:
     """Return whether a sampler's weights follow from what the shards exchange."""
-    if issubclass(sampler, PrioritySampler):
-        known = PrioritySampler.reference, Prioritized.reference
-        return sampler.weight is PrioritySampler.weight and sampler.reference in known
-    return sampler.weight is Sampler.weight
+    return sampler.weight in (Sampler.weight, PrioritySampler.weight)
 
 
 def sharded(buffer: ReplayBuffer[T], mesh: Mesh, axis: Any = "data") -> Sharded[T]:

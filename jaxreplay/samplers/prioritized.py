@@ -5,7 +5,7 @@ The mass of a row, here and in the sum tree, is its priority ** alpha.
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import numpy as np
 from jaxreplay._util import random
 from jaxreplay._util.aliases import Key
 from jaxreplay._util.struct import Node
-from jaxreplay.samplers.sampler import Draw, PrioritySampler, uniform_probability
+from jaxreplay.samplers.sampler import Draw, PrioritySampler
 from jaxreplay.samplers.sum_tree import SumTree, SumTreeState
 from jaxreplay.storage import ring
 from jaxreplay.storage.layout import Layout, Window
@@ -47,7 +47,8 @@ class Prioritized(PrioritySampler):
 
     With the priority p_i of each of the n sampleable rows, item b of B is row i with probability
     P(i) = p_i^alpha / sum_k p_k^alpha, and its weight is w_i = (n P(i))^-beta, divided by the
-    largest weight of the batch. Its law is that of `oracle` in the example.
+    largest weight of the batch (`jaxreplay.targets.importance_weights` divides by others). Its law
+    is that of `oracle` in the example.
 
     A row with priority 0 is never sampled. The paper adds a constant to every priority; add it
     before the call. A row keeps the priority that it was added with until it becomes sampleable. By
@@ -58,10 +59,6 @@ class Prioritized(PrioritySampler):
         probable. Default: 0.6.
       beta: Exponent of importance weights, at least 0: 0 corrects nothing, 1 corrects the bias of
         prioritized sampling fully. `buffer.sample(beta=...)` overrides it. Default: 0.4.
-      normalize_weights: "batch" divides weights by the largest of the batch. "buffer" divides them
-        by the largest that any row of the buffer could have, as the paper does. It keeps a second
-        tree, which takes about as long to update as the first. None leaves weights as
-        `(size * probability) ** -beta`. Default: "batch".
       stratified: Sample once from each of B equal parts of the total, as in the paper. Batches then
         come in the order of the rows' positions in their rings. False: B independent samples.
         Default: True.
@@ -71,8 +68,7 @@ class Prioritized(PrioritySampler):
         32 on a GPU and 128 on a TPU.
 
     Raises:
-      ValueError: `alpha`, `beta` or `new_priority` is negative or not finite, or
-        `normalize_weights` is unknown.
+      ValueError: `alpha`, `beta` or `new_priority` is negative or not finite.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -101,7 +97,6 @@ class Prioritized(PrioritySampler):
 
     alpha: float = 0.6
     beta: float = 0.4
-    normalize_weights: Literal["batch", "buffer"] | None = "batch"
     stratified: bool = True
     new_priority: float | None = None
     fan_out: int = 0
@@ -115,11 +110,6 @@ class Prioritized(PrioritySampler):
                     f"{type(self).__name__}: {name} must be a finite number of at least 0, got "
                     f"{getattr(self, name)}"
                 )
-        if self.normalize_weights not in ("batch", "buffer", None):
-            raise ValueError(
-                f'{type(self).__name__}: normalize_weights must be "batch", "buffer" or None, got '
-                f"{self.normalize_weights!r}"
-            )
 
     def window(self, window: Window) -> Window:
         if not window.is_bounded:
@@ -133,10 +123,7 @@ class Prioritized(PrioritySampler):
 
     def identity(self) -> "Prioritized":
         """Return the sampler without what only samples depend on."""
-        kept = "buffer" if self.normalize_weights == "buffer" else "batch"
-        return dataclasses.replace(
-            self, beta=0.4, stratified=True, normalize_weights=kept, new_priority=None
-        )
+        return dataclasses.replace(self, beta=0.4, stratified=True, new_priority=None)
 
     def init(self, layout: Layout) -> PrioritizedState:
         """Return a state without priorities, whose largest priority is 1."""
@@ -153,10 +140,9 @@ class Prioritized(PrioritySampler):
     def clear(self, state: PrioritizedState) -> PrioritizedState:
         """Return the state without priorities, and with 1 as the largest. The counts of ignored
         priorities and updates stay."""
-        sums, pending_mass = jax.tree.map(jnp.zeros_like, (state.tree.sums, state.pending_mass))
-        minima = jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), state.tree.minima)
+        tree, pending_mass = jax.tree.map(jnp.zeros_like, (state.tree, state.pending_mass))
         return state.replace(
-            tree=SumTreeState(sums, minima),
+            tree=tree,
             pending_mass=pending_mass,
             max_priority=jnp.ones_like(state.max_priority),
         )
@@ -277,15 +263,6 @@ class Prioritized(PrioritySampler):
             tree.get(state.tree, _leaf_of(sampleable.layout, row)), tree.total(state.tree)
         )
 
-    def reference(self, state: PrioritizedState, sampleable: Sampleable) -> jax.Array | None:
-        """Return what `normalize_weights` says: None, the smallest of all rows, or 1 / size."""
-        if self.normalize_weights == "buffer":
-            tree = self._tree(sampleable.layout)
-            return _normalized(tree.minimum(state.tree), tree.total(state.tree))
-        if self.normalize_weights is None:
-            return uniform_probability(self.size(state, sampleable))
-        return None
-
     def mass(self, state: PrioritizedState, sampleable: Sampleable) -> jax.Array:
         """Return the sum of priority ** alpha."""
         return self._tree(sampleable.layout).total(state.tree)
@@ -328,12 +305,7 @@ class Prioritized(PrioritySampler):
         )
 
     def _tree(self, layout: Layout) -> SumTree:
-        return SumTree.on(
-            layout.traits,
-            layout.capacity,
-            self.fan_out,
-            has_minimum=self.normalize_weights == "buffer",
-        )
+        return SumTree.on(layout.traits, layout.capacity, self.fan_out)
 
     def _mass(self, layout: Layout, priority: jax.Array) -> jax.Array:
         """Return priority ** alpha, clipped so that positive values stay positive and the sum over

@@ -390,27 +390,10 @@ class PrioritySampler(Sampler):
         is_valid: jax.Array,
         beta: jax.Array | float | None,
     ) -> jax.Array:
-        """Return importance weights, `(reference / probability) ** beta`. By default beta is that
-        of the sampler."""
-        return weights_of(
-            probability,
-            is_valid,
-            self.beta if beta is None else beta,
-            self.reference(state, sampleable),
-        )
-
-    def reference(self, state: PyTree, sampleable: Sampleable) -> jax.Array | None:
-        """Return the probability whose weight is 1.
-
-        Args:
-          state: The sampler's state.
-          sampleable: The sampleable rows.
-
-        Returns:
-          float32[]. By default None, the smallest of the batch: weights are divided by its largest.
-        """
+        """Return importance weights, `(reference / probability) ** beta`, with the smallest
+        probability of the batch as the reference. By default beta is that of the sampler."""
         del state, sampleable
-        return None
+        return weights_of(probability, is_valid, self.beta if beta is None else beta)
 
 
 class ConsumingSampler(Sampler):

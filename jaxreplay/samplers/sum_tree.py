@@ -7,7 +7,6 @@ so that the total is the sum of the leaves after any number of updates. The tree
 
 import functools
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -37,12 +36,9 @@ class SumTreeState(Node):
       sums: Tuple of up to four arrays float32[n]: the masses of the leaves; the sums of their
         parents; the sums of the levels above, one after another; the sums of the children of the
         root. A node is the sum of its `fan_out` children in the level before.
-      minima: Tuple of float32[n], the smallest positive mass below each node of `sums[1:]`, inf if
-        there is none. None if the tree keeps no minima.
     """
 
     sums: tuple[jax.Array, ...]
-    minima: tuple[jax.Array, ...] | None
 
     @property
     def fan_out(self) -> int:
@@ -57,7 +53,6 @@ class SumTree(Static):
       capacity: Number of leaves, at least 1.
       fan_out: Number of children of a node, at least 2. Default: 0, with which `init` chooses by
         JAX's default device: 8 on a CPU, 32 on a GPU, 128 on a TPU.
-      has_minimum: Keep the smallest positive mass below each node, for `minimum`. Default: False.
       in_line: Read and add the children of a node one after another, without a reduction. A GPU
         then runs one kernel a level instead of three; a CPU takes five times as long. Default:
         False.
@@ -81,7 +76,6 @@ class SumTree(Static):
 
     capacity: int
     fan_out: int = 0
-    has_minimum: bool = False
     in_line: bool = False
 
     def _check(self) -> None:
@@ -91,9 +85,7 @@ class SumTree(Static):
             raise ValueError(f"SumTree: fan_out must be at least 2, got {self.fan_out}")
 
     @classmethod
-    def on(
-        cls, traits: platforms.Traits, capacity: int, fan_out: int = 0, *, has_minimum: bool = False
-    ) -> "SumTree":
+    def on(cls, traits: platforms.Traits, capacity: int, fan_out: int = 0) -> "SumTree":
         """Make a tree in the form that is fast on a platform.
 
         Args:
@@ -101,26 +93,18 @@ class SumTree(Static):
           capacity: Number of leaves, at least 1.
           fan_out: Number of children of a node, at least 2. Default: 0, which chooses 8 on a CPU,
             32 on a GPU and 128 on a TPU.
-          has_minimum: Keep the smallest positive mass below each node, for `minimum`. Default:
-            False.
 
         Returns:
           The tree.
         """
         fan_out = fan_out or traits.fan_out
         in_line = traits.in_line and fan_out <= _MOST_IN_LINE
-        return cls(capacity=capacity, fan_out=fan_out, has_minimum=has_minimum, in_line=in_line)
+        return cls(capacity=capacity, fan_out=fan_out, in_line=in_line)
 
     def init(self) -> SumTreeState:
         """Return a state where all masses are 0."""
         fan_out = self.fan_out or platforms.traits_of(platforms.default()).fan_out
-        sizes = self._array_sizes(fan_out)
-        return SumTreeState(
-            sums=tuple(jnp.zeros((n,), jnp.float32) for n in sizes),
-            minima=tuple(jnp.full((n,), jnp.inf, jnp.float32) for n in sizes[1:])
-            if self.has_minimum
-            else None,
-        )
+        return SumTreeState(tuple(jnp.zeros((n,), jnp.float32) for n in self._array_sizes(fan_out)))
 
     def of(self, mass: jax.Array) -> SumTreeState:
         """Return a state with the masses of all leaves.
@@ -241,27 +225,6 @@ class SumTree(Static):
         self._check_state("total", state)
         return state.sums[-1].sum()
 
-    def minimum(self, state: SumTreeState) -> jax.Array:
-        """Return the smallest positive mass.
-
-        Args:
-          state: The tree's state.
-
-        Returns:
-          float32[], inf if there is no positive mass.
-
-        Raises:
-          ValueError: The tree was made without `has_minimum=True`.
-        """
-        self._check_state("minimum", state)
-        if state.minima is None:
-            raise ValueError(
-                "SumTree.minimum: this tree keeps no minima; make it with has_minimum=True"
-            )
-        if not state.minima:
-            return _smallest(state.sums[-1], axis=0)
-        return jnp.min(state.minima[-1])
-
     def find(
         self, state: SumTreeState, target: jax.Array, word: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
@@ -306,11 +269,10 @@ class SumTree(Static):
         shapes, fan_out = [array.shape for array in state.sums], state.fan_out
         is_own = fan_out > 1 and self.fan_out in (0, fan_out)
         is_own = is_own and shapes == [(size,) for size in self._array_sizes(fan_out)]
-        if not is_own or (state.minima is not None) != self.has_minimum:
+        if not is_own:
             raise ValueError(
                 f"SumTree.{where}: the state is not of this tree, {self}: its sums have the shapes "
-                f"{shapes}, and it has {'no ' * (state.minima is None)}minima; use the state of "
-                "this tree's init()"
+                f"{shapes}; use the state of this tree's init()"
             )
 
     def _choose(
@@ -386,10 +348,6 @@ class SumTree(Static):
         """
         fan_out, levels = state.fan_out, self._levels(state.fan_out)
         sums = [leaves, *state.sums[1:]]
-        minima = None if state.minima is None else [leaves, *state.minima]
-        trees: list[Any] = [(sums, jnp.sum, jnp.add)]
-        if minima is not None:
-            trees.append((minima, _smallest, _smaller))
         for (below, first_child, size), (level, start, _) in itertools.pairwise(levels):
             num_parents, first_group = size // fan_out, first_child // fan_out
             if index is not None:
@@ -405,11 +363,10 @@ class SumTree(Static):
                     ring.arange(num_parents),
                     slice(first_group, first_group + num_parents),
                 )
-            for values, reduce, join in trees:
-                new = self._reduced(values[below], group, fan_out, reduce, join)
-                at = values[level].at[start + parents]
-                values[level] = at.set(new, mode="promise_in_bounds")
-        return state.replace(sums=tuple(sums), minima=None if minima is None else tuple(minima[1:]))
+            new = self._added(sums[below], group, fan_out)
+            at = sums[level].at[start + parents]
+            sums[level] = at.set(new, mode="promise_in_bounds")
+        return state.replace(sums=tuple(sums))
 
     def _is_ready(self, state: SumTreeState) -> jax.Array:
         """Return True, computed from the state so that XLA cannot know it: bool[].
@@ -419,36 +376,24 @@ class SumTree(Static):
         depend on an earlier call's read of it, and XLA would copy the level in between (measured:
         two updates in one program, 100 us more at 1 M leaves).
         """
-        roots = [state.sums[-1][0]]
-        if state.minima:
-            roots.append(state.minima[-1][0])
-        return jnp.min(jnp.stack(roots)) >= 0
+        return state.sums[-1][0] >= 0
 
-    def _reduced(
-        self,
-        values: jax.Array,
-        group: jax.Array | slice,
-        fan_out: int,
-        reduce: Callable[..., jax.Array],
-        join: Callable[[jax.Array, jax.Array], jax.Array],
-    ) -> jax.Array:
-        """Reduce groups of `fan_out` neighbours: float32[B].
+    def _added(self, values: jax.Array, group: jax.Array | slice, fan_out: int) -> jax.Array:
+        """Add groups of `fan_out` neighbours: float32[B].
 
         Args:
           values: float32[n].
           group: int32[B], in `[0, n / fan_out)`; or a slice of B neighbouring groups.
           fan_out: Number of values of a group.
-          reduce: Reduction over an axis.
-          join: The same of two values.
         """
         if not self.in_line:
             children = values.reshape(-1, fan_out)
             if isinstance(group, slice):
-                return reduce(children[group], axis=1)
-            return reduce(children.at[group].get(mode="promise_in_bounds"), axis=1)
+                return jnp.sum(children[group], axis=1)
+            return jnp.sum(children.at[group].get(mode="promise_in_bounds"), axis=1)
         new = [_child(values, group, fan_out, kth) for kth in range(fan_out)]
         while len(new) > 1:  # by pairs: smaller rounding errors than one by one
-            new = [functools.reduce(join, new[kth : kth + 2]) for kth in range(0, len(new), 2)]
+            new = [functools.reduce(jnp.add, new[kth : kth + 2]) for kth in range(0, len(new), 2)]
         return new[0]
 
     def _levels(self, fan_out: int) -> list[tuple[int, int, int]]:
@@ -487,18 +432,6 @@ def _fill_in(word: jax.Array, rest: jax.Array, mass: jax.Array) -> tuple[jax.Arr
     """
     word = word * jnp.uint32(_MULTIPLIER) + jnp.uint32(_INCREMENT)
     return word, rest + mass * ((word >> 8).astype(jnp.float32) * 2.0**-48)
-
-
-def _positive(mass: jax.Array) -> jax.Array:
-    return jnp.where(mass > 0, mass, jnp.inf)
-
-
-def _smallest(masses: jax.Array, axis: int) -> jax.Array:
-    return jnp.min(_positive(masses), axis)
-
-
-def _smaller(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.minimum(_positive(a), _positive(b))
 
 
 def _not_none(value: jax.Array | None) -> jax.Array:

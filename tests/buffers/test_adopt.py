@@ -46,7 +46,7 @@ VIEWS = (
 SAMPLERS = (
     jr.Uniform(),
     jr.Prioritized(alpha=0.6),
-    jr.Prioritized(alpha=1.5, normalize_weights="buffer", stratified=False),
+    jr.Prioritized(alpha=1.5, stratified=False),
     jr.Prioritized(alpha=0.0),
     jr.Recent(decay=0.8),
     jr.Queue(),

@@ -117,7 +117,6 @@ MAKING = {
     # Trees of samplers.
     "jr.samplers.SumTree(capacity=0)": "capacity must be at least 1, got 0",
     "jr.samplers.SumTree(capacity=4, fan_out=1)": "fan_out must be at least 2, got 1",
-    "(lambda tree: tree.minimum(tree.init()))(jr.samplers.SumTree(capacity=4))": "has_minimum=True",
 }
 
 NAMES = {

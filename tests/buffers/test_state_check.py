@@ -57,7 +57,7 @@ def buffer_for(method, **sizes):
     made = SHARED | {"allow_mask": True, "track_episodes": True, **sizes}
     if method in ("pop", "can_add"):
         return jr.transitions(**made, sampler=jr.Queue())
-    return jr.prioritized(**made, normalize_weights="buffer")
+    return jr.prioritized(**made)
 
 
 def spec_of(buffer):
@@ -101,10 +101,6 @@ def test_every_method_refuses_a_state_of_another_capacity(method):
         (
             {"sampler": jr.Prioritized(fan_out=4)},
             "fan_out: the state's is 4, this buffer's 0",
-        ),
-        (
-            {"sampler": jr.Prioritized(normalize_weights="buffer")},
-            "normalize_weights: the state's is 'buffer', this buffer's 'batch'",
         ),
     ],
 )

@@ -85,7 +85,6 @@ CHANGES = {
     "autoreset": (uniform(), uniform(autoreset="next_step")),
     "alpha": (prioritized(), prioritized(alpha=0.9)),
     "stratified": (prioritized(), prioritized(stratified=False)),
-    "normalize_weights": (prioritized(), prioritized(normalize_weights="buffer")),
     "with priorities": (uniform(), prioritized()),
     "without priorities": (prioritized(), uniform()),
     "relabel_fraction": (hindsight(), hindsight(relabel_fraction=0.5)),

@@ -189,9 +189,7 @@ FORM = {"num_envs": 2, "autoreset": "next_step"}
     [
         (BUFFER, EXAMPLE),
         (
-            jr.prioritized(
-                capacity=32, batch_size=4, track_episodes=True, normalize_weights="buffer", **FORM
-            ),
+            jr.prioritized(capacity=32, batch_size=4, track_episodes=True, **FORM),
             STEP,
         ),
         (jr.rollout(length=4, **FORM), STEP),

@@ -120,14 +120,13 @@ def example_of(step):
 
 @pytest.mark.parametrize("capacity", [16, *[400] * ALL])
 def test_priorities_come_along(capacity, tmp_path):
-    """Restore updated priorities, priorities of pending rows, and the smallest of all."""
+    """Restore updated priorities, and priorities of pending rows."""
     buffer = jr.prioritized(
         capacity=100,
         num_envs=2,
         batch_size=32,
         autoreset="same_step_no_final_obs",
         n_step=3,
-        normalize_weights="buffer",
     )
     never = np.zeros((80, 2), bool)
     step = steps_of(never, never, never)

@@ -50,23 +50,19 @@ def test_probabilities_are_those_of_one_buffer(priorities):
     assert figures == pytest.approx(theirs, rel=1e-5)
 
 
-@pytest.mark.parametrize("normalize", ["batch", "buffer", None])
-def test_weighted_means_are_those_of_one_buffer(normalize):
+def test_weighted_means_are_those_of_one_buffer():
     """Two shards, of which one has 8 times the mass of the other. Equal ones need no correction."""
     r = np.random.default_rng(3)
     priorities = r.gamma(2.0, size=128)
     priorities[:64] *= 8 * priorities[64:].sum() / priorities[:64].sum()
-    buffer = items(2, jr.Prioritized(alpha=1.0, normalize_weights=normalize))
+    buffer = items(2, jr.Prioritized(alpha=1.0))
     state, values = filled(buffer, [64, 64], priorities), r.normal(size=128)
     probability = priorities / priorities.sum()
     for beta in (0.0, 0.4, 1.0):
         batch = many(buffer, state, 3000, beta)
         weight = (128 * probability) ** -beta
-        if normalize == "buffer":
-            weight /= weight.max()
         drawn, row = batch.weight.astype(float), batch.index.row
-        if normalize == "batch":  # undo what depends on the batch
-            drawn = drawn * weight[row].max(axis=1, keepdims=True)
+        drawn = drawn * weight[row].max(axis=1, keepdims=True)  # undo what depends on the batch
         means = (drawn * values[row]).mean(axis=1)
         error = means.mean() - (probability * weight * values).sum()
         assert abs(error) < 4 * means.std() / np.sqrt(len(means))

@@ -206,8 +206,8 @@ def test_a_mesh_of_two_axes_has_replicas():
 class Heavy(jr.Prioritized):
     """Weights that one shard cannot tell."""
 
-    def reference(self, state, sampleable):
-        return jnp.float32(1)
+    def weight(self, state, sampleable, probability, is_valid, beta):
+        return is_valid.astype(jnp.float32)
 
 
 class Latest(jr.samplers.Sampler):

@@ -200,18 +200,14 @@ def weights_of(buffer, state, key):
     return jax.vmap(draw)(given), jax.vmap(read)(given), buffer.sample(buffer.clear(state), key, 8)
 
 
-@pytest.mark.parametrize("normalize_weights", ["batch", "buffer", None])
-def test_weights_are_those_of_the_paper(normalize_weights):
+def test_weights_are_those_of_the_paper():
     """Weights for priorities 3, 0, 1, 4 and alpha 2 match those by hand, for each beta, and with
     extreme priorities they are finite."""
-    buffer, state = make_buffer(
-        [3.0, 0.0, 1.0, 4.0], **WEIGHED, normalize_weights=normalize_weights
-    )
+    buffer, state = make_buffer([3.0, 0.0, 1.0, 4.0], **WEIGHED)
     key, mass = jax.random.key(0), np.array([9.0, 0.0, 1.0, 16.0])
     batch, rows, empty = jax.device_get(weights_of(buffer, state, key))
     probability = (mass / mass.sum())[batch.index.row // LENGTH]
-    reference = {"batch": probability.min(), "buffer": 1 / 26, None: 1 / NUM_ENVS}
-    weight = (probability / reference[normalize_weights]) ** -BETAS
+    weight = (probability / probability.min()) ** -BETAS
     np.testing.assert_allclose(batch.weight, weight, rtol=1e-5)
     np.testing.assert_allclose(sample(buffer, state, key, 64).weight, weight[-1], rtol=1e-5)
     assert ((rows.weight > 0)[:, :4] == (mass > 0)).all()
@@ -225,13 +221,11 @@ def test_weights_are_those_of_the_paper(normalize_weights):
         assert ((rows.probability > 0) == (np.arange(NUM_ENVS) < num_positive)).all()
         assert np.isfinite(batch.weight).all()
         assert np.isfinite(rows.weight).all()
-    if normalize_weights == "buffer":
-        np.testing.assert_allclose(rows.weight[:, 0], 1, rtol=1e-4)
 
 
 def test_metrics_by_hand():
     priority = np.array([2, 0, 2, np.sqrt(8)])
-    buffer, state = make_buffer(priority, **WEIGHED, normalize_weights="buffer")
+    buffer, state = make_buffer(priority, **WEIGHED)
     state = changed(buffer, state, [0] * 4, [np.nan, 2.0, 2.0, 2.0])
     state = update(buffer, state, index_at([-1] * 4, 0), np.ones(4, np.float32))
     mass = priority[priority > 0] ** 2

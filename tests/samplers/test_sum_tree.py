@@ -23,9 +23,9 @@ SHAPES = (
 )
 
 
-def check_parents(tree, state, total, minimum, leaves):
-    """Check that each level holds the sums of the level below, and that the total and the positive
-    minimum are those of the leaves, in float64."""
+def check_parents(tree, state, total, leaves):
+    """Check that each level holds the sums of the level below, and that the total is that of the
+    leaves, in float64."""
     np.testing.assert_array_equal(state.sums[0][: tree.capacity], leaves)
     np.testing.assert_allclose(total, leaves.sum(dtype=np.float64), rtol=1e-6)
     below = np.asarray(state.sums[0], np.float64)
@@ -37,16 +37,15 @@ def check_parents(tree, state, total, minimum, leaves):
         np.testing.assert_allclose(below[: len(sums)], sums, rtol=1e-6)
         assert not below[len(sums) :].any()
     assert not nodes.size
-    assert minimum == min(leaves[leaves > 0], default=np.inf)
 
 
 @jax.jit
 def write_all(tree, ranges, unique, others):
-    """Write by each method in turn. Return the state, its total and its minimum after each write,
-    and after a last one to all leaves."""
+    """Write by each method in turn. Return the state and its total after each write, and after a
+    last one to all leaves."""
 
     def seen(state):
-        return state, tree.total(state), tree.minimum(state)
+        return state, tree.total(state)
 
     def step(state, writes):
         first = tree.set_range(state, *writes[0])
@@ -63,7 +62,7 @@ def write_all(tree, ranges, unique, others):
 def test_writes_leave_exact_parents_ignore_bad_masses_and_keep_the_largest_of_duplicates(
     form, capacity
 ):
-    tree = jr.samplers.SumTree(capacity=capacity, has_minimum=True, **form)
+    tree = jr.samplers.SumTree(capacity=capacity, **form)
     r, steps, length = np.random.default_rng(capacity), 20, max(1, capacity // 3)
     mass = lambda size: r.random((steps, size), np.float32)
     ranges = r.integers(0, capacity, steps, np.int32), mass(length), mass(length) < 0.6
@@ -171,7 +170,7 @@ def test_a_long_run_does_not_drift():
     leaves that were never written."""
     capacity, batch, calls = (1_000_000, 256, 3907) if SOAK else (20_000, 256, 400)  # 10^6 updates
     draws = 10_000_000 if SOAK else 300_000
-    tree = jr.samplers.SumTree(capacity=capacity, has_minimum=True)
+    tree = jr.samplers.SumTree(capacity=capacity)
     filled = capacity // 2
 
     def update(state, key):
@@ -192,7 +191,7 @@ def test_a_long_run_does_not_drift():
             return leaf.max(), jnp.minimum(mass, tree.get(state, leaf)).min()
 
         keys = jax.random.split(jax.random.key(1), draws // 10_000)
-        return (state, tree.total(state), tree.minimum(state)), jax.lax.map(draw, keys)
+        return (state, tree.total(state)), jax.lax.map(draw, keys)
 
     found, (last, smallest) = jax.device_get(run())
     check_parents(tree, *found, found[0].sums[0][:capacity])

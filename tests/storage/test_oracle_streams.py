@@ -67,7 +67,7 @@ class Config:
             "platform": self.platform,
         }
         if self.prioritized:
-            return jr.prioritized(**shared, alpha=0.5, stratified=False, normalize_weights="buffer")
+            return jr.prioritized(**shared, alpha=0.5, stratified=False)
         return jr.uniform(**shared)
 
     def oracle(self):

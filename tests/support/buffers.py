@@ -262,10 +262,6 @@ CATALOG = (
         lambda shared: jr.prioritized(**shared, autoreset="same_step_no_final_obs", n_step=3),
     ),
     Case(
-        "prioritized next_step, minimum",
-        lambda shared: jr.prioritized(**shared, autoreset="next_step", normalize_weights="buffer"),
-    ),
-    Case(
         "prioritized final_obs, masked",
         lambda shared: jr.prioritized(
             **shared, autoreset="same_step", allow_mask=True, stratified=False, track_episodes=True
