@@ -3,13 +3,9 @@ stored twice, and the largest capacity that fits."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
-
-import jax
-import numpy as np
 
 from jaxreplay._util import checks
-from jaxreplay._util.aliases import Autoreset, PyTree
+from jaxreplay._util.aliases import PyTree
 from jaxreplay.buffers import memory
 from jaxreplay.buffers.memory import Memory
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
@@ -166,17 +162,3 @@ def _largest_capacity(buffer: ReplayBuffer, fits: Callable[[int], bool]) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low * buffer.num_envs
-
-
-def step_of(obs: PyTree, action: PyTree, autoreset: Autoreset) -> dict[str, Any]:
-    """Return an example of a step from the specs of an observation and an action. Rewards are
-    scalar."""
-    flag = jax.ShapeDtypeStruct((), bool)
-    return {
-        "obs": obs,
-        "action": action,
-        "reward": jax.ShapeDtypeStruct((), np.float32),
-        "terminated": flag,
-        "truncated": flag,
-        "final_obs": obs if autoreset == "same_step" else None,
-    }

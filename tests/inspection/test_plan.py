@@ -1,8 +1,6 @@
-"""The plan: its total is what `init` allocates, and its command line reports bad input in one
-line."""
+"""The plan: its total is what `init` allocates."""
 
 import dataclasses
-import json
 import math
 import re
 
@@ -11,32 +9,15 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
-from jaxreplay.__main__ import main
 from tests.support.buffers import CATALOG
 from tests.support.refusals import refused
 
 pytestmark = pytest.mark.no_xla
 
-ROBOT = (
-    "--obs image:84x84x3:uint8 --obs vector:31:float32 --action 8:float32 --capacity 400000 "
-    "--num-envs 16 --n-step 3 --prioritized"
-)
-
 
 def step_of(obs, action):
     rest = {"reward": np.float32(0), "terminated": np.False_, "truncated": np.False_}
     return {"obs": obs, "action": action, **rest}
-
-
-@pytest.fixture
-def planned(capsys):
-    """Return a function that runs the command, and returns its JSON."""
-
-    def run(arguments):
-        main(["plan", *arguments.split(), "--json"])
-        return json.loads(capsys.readouterr().out)
-
-    return run
 
 
 @pytest.mark.parametrize("case", CATALOG, ids=lambda case: case.name)
@@ -52,7 +33,7 @@ def test_the_total_is_what_init_allocates(case):
 
 
 @pytest.mark.parametrize("place", ["host", "files"])
-def test_rows_elsewhere_count_there(place, tmp_path, monkeypatch, planned):
+def test_rows_elsewhere_count_there(place, tmp_path, monkeypatch):
     buffer = jr.uniform(capacity=1000, num_envs=4, batch_size=8, autoreset="next_step")
     example = step_of(np.zeros(100, np.float32), np.int32(0))
     where = "host" if place == "host" else tmp_path / "rows"
@@ -69,8 +50,6 @@ def test_rows_elsewhere_count_there(place, tmp_path, monkeypatch, planned):
     assert not (tmp_path / "rows").exists()
     title = "rows, on the host" if place == "host" else "rows, on the disk"
     assert re.search(f"{title} +408,000 bytes", str(made))
-    found = planned(f"--obs 100:float32 --capacity 1000 --rows {where} --action int32")
-    assert (found["rows"], found["fits"]) == (408_000, False)
     with refused("a buffer whose rows lie on the host has one device"):
         jr.plan(tier, example, devices=2)
 
@@ -95,25 +74,18 @@ def test_the_largest_capacity_is_the_largest(monkeypatch, min_size):
     assert "Whether it fits is not known." in str(made)
 
 
-def test_the_command_says_what_python_says(capsys, planned):
-    main(["plan", *ROBOT.split()])
-    text, found = capsys.readouterr().out, planned(ROBOT)
+def test_the_text_has_each_leaf_and_the_total():
     obs = {"image": np.zeros((84, 84, 3), np.uint8), "vector": np.zeros(31, np.float32)}
-    memory = jr.prioritized(
+    buffer = jr.prioritized(
         capacity=400_000, num_envs=16, batch_size=1, n_step=3, autoreset="next_step"
-    ).memory(step_of(obs, np.zeros(8, np.float32)))
-    assert found["total"] == memory.total
-    assert found["memory"]["leaves"] == memory.leaves
-    assert found["naive"] == found["total"] + 400_000 * (84 * 84 * 3 + 31 * 4)
-    assert f"{found['total']:,}" in text
-    assert "rows.steps.obs.image" in text
-    leaves = planned("--env CartPole-v1 --capacity 1000")["memory"]["leaves"]
-    assert leaves["rows.steps.obs"] == 16_000
-    leaves = planned("--obs uint8 --action int32 --capacity 1000")["memory"]["leaves"]
-    assert leaves["rows.steps.action"] == 4_000
+    )
+    made = jr.plan(buffer, step_of(obs, np.zeros(8, np.float32)))
+    assert made.naive == made.memory.total + 400_000 * (84 * 84 * 3 + 31 * 4)
+    assert f"{made.memory.total:,}" in str(made)
+    assert "rows.steps.obs.image" in str(made)
 
 
-def test_each_device_of_a_sharded_buffer_holds_a_part(planned, monkeypatch):
+def test_each_device_of_a_sharded_buffer_holds_a_part(monkeypatch):
     buffer, example = jr.items(capacity=4096, num_envs=16, batch_size=32), np.zeros(3, np.float32)
     monkeypatch.setattr("jaxreplay.buffers.memory.free_bytes", lambda: 100_000)
     made, one = jr.plan(buffer, example, devices=8), jr.plan(buffer, example)
@@ -124,71 +96,14 @@ def test_each_device_of_a_sharded_buffer_holds_a_part(planned, monkeypatch):
     assert made.largest_capacity == 8 * jr.plan(part, example).largest_capacity
     sharded = jr.plan(jr.sharded(buffer, jax.make_mesh((1,), ("data",))), example)
     assert (sharded.memory, sharded.num_devices) == (one.memory, 1)
-    found = planned(f"{ROBOT} --devices 4")
-    assert found["num_devices"] == 4
-    assert 3.9 < planned(ROBOT)["total"] / found["total"] < 4.1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ("", "the following arguments are required: command"),
-        ("plan --obs uint8", "the following arguments are required: --capacity"),
-        ("plan --capacity 100", "pass --obs for each leaf of the observation, or --env"),
-        ("plan --capacity many --obs uint8", "argument --capacity: invalid int value: 'many'"),
-        (
-            "plan --capacity 100 --obs image:84y84:uint8",
-            r"--obs: 'image:84y84:uint8' is not \[NAME:\]\[SHAPE:\]DTYPE",
-        ),
-        (
-            "plan --capacity 100 --obs 3:number",
-            r"--obs: '3:number' is not \[NAME:\]\[SHAPE:\]DTYPE",
-        ),
-        ("plan --capacity 100 --obs 4:str", "--obs: '4:str' is not "),
-        ("plan --capacity 100 --obs=-4:float32", "--obs: '-4:float32' is not "),
-        ("plan --capacity 100 --obs a:b:float32", "--obs: 'a:b:float32' is not "),
-        (
-            "plan --capacity 100 --obs uint8 --action a:2:float32",
-            "--action: pass one leaf without a name, got 'a:2:float32'",
-        ),
-        (
-            "plan --capacity 100 --obs uint8 --env CartPole-v1",
-            "--env: the env's spaces are used; leave out --obs and --action",
-        ),
-        ("plan --capacity 100 --obs uint8 --obs float32", "several leaves need different names"),
-        (
-            "plan --capacity 100 --obs uint8 --num-envs 3",
-            "capacity=100 rows do not divide into num_envs=3 .* 99 and 102",
-        ),
-        (
-            "plan --capacity 100 --obs uint8 --n-step 0",
-            "n_step must be an int of at least 1, got 0",
-        ),
-        ("plan --capacity 100 --env Nowhere-v0", "--env: .*Nowhere"),
-    ],
-)
-def test_bad_input_is_answered_in_one_line(arguments, text, capsys):
-    check_one_line(arguments.split(), text, capsys)
-
-
-def check_one_line(arguments, text, capsys):
-    """Check that a command ends with an error, whose text is one line with this pattern."""
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    out, error = capsys.readouterr()
-    assert out == ""
-    assert error.count("\n") == 1
-    assert re.search(text, error), error
-
-
-@pytest.mark.parametrize("shape", ["1000000x1000000x1000000x1000000", "99999999999999999999"])
-def test_sizes_beyond_64_bits_are_counted_exactly(shape, planned):
-    found = planned(f"--obs {shape}:uint8 --capacity 100")
-    size = math.prod(map(int, shape.split("x")))
-    assert found["memory"]["leaves"]["rows.steps.obs"] == 100 * size
-    assert found["fits"] is False
-    assert found["largest_capacity"] == 0
+@pytest.mark.parametrize("shape", [(10**6,) * 4, (10**20 - 1,)])
+def test_sizes_beyond_64_bits_are_counted_exactly(shape):
+    buffer = jr.items(capacity=100, batch_size=1)
+    made = jr.plan(buffer, jax.ShapeDtypeStruct(shape, np.uint8))
+    assert made.memory.leaves["rows.steps"] == 100 * math.prod(shape)
+    assert (made.fits, made.largest_capacity) == (False, 0)
 
 
 def test_a_rollout_or_a_wrong_number_of_devices_is_refused():
