@@ -178,7 +178,7 @@ class Tiered:
           ValueError: As for `ReplayBuffer.init`; or the folder has the rows of another buffer, or
             is damaged.
           MemoryError: The device has too little memory for the index, or the host for the rows.
-          OSError: The disk has too little space, or the folder is in use, or on another machine.
+          OSError: The disk has too little space, or the folder is in use.
         """
         state = self._prepared(example)
         if not isinstance(self._store, FileRows):

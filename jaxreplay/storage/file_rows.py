@@ -34,8 +34,6 @@ with contextlib.suppress(ImportError):  # on Windows
 
 _FORMAT = 1
 _PAGE = mmap.PAGESIZE
-# File systems of other machines, which may change a file behind a map.
-_REMOTE = re.compile(r"nfs|cifs|smb|9p|ceph|glusterfs|lustre|fuse\.(?:sshfs|s3|gcs|rclone|mount)")
 _MOST_BRANCHES = 100  # earlier tokens whose checkpoints can be loaded: 400 bytes each for 64 envs
 # Seconds a row, and a byte of them, above which rows count as read from the disk.
 _SLOW, _SLOW_BYTE = 5e-6, 5e-10
@@ -47,8 +45,8 @@ FIRST, END, LAST_FLAGS = range(3)
 class FileRows(HostRows):
     """Rows of some leaves in files, by their numbers.
 
-    It opens the rows that a folder has, or makes new ones, of zeros. The folder is locked until it
-    is closed or the process ends.
+    It opens the rows that a folder has, or makes new ones, of zeros. The folder, which must lie on
+    a local disk, is locked until it is closed or the process ends.
 
     Args:
       folder: The folder. It is made if it does not exist.
@@ -66,8 +64,7 @@ class FileRows(HostRows):
     Raises:
       BlockingIOError: Another process, or another object here, has the folder open.
       ValueError: The folder has other rows, or files that are damaged.
-      OSError: The disk has too little space, the folder is on another machine, or the system is
-        Windows.
+      OSError: The disk has too little space, or the system is Windows.
     """
 
     def __init__(
@@ -85,7 +82,6 @@ class FileRows(HostRows):
             raise NotADirectoryError(
                 errno.ENOTDIR, "rows need a folder, and this is a file", str(self._folder)
             )
-        _check_local(self._folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         # open files by what they have, closed at the latest with this object
         self._files: dict[Any, int] = {"lock": _locked(self._folder / "lock")}
@@ -438,27 +434,6 @@ def _locked(path: pathlib.Path) -> int:
     os.ftruncate(file, 0)
     os.pwrite(file, str(os.getpid()).encode(), 0)
     return file
-
-
-def _check_local(folder: pathlib.Path) -> None:
-    """Raise an OSError if a folder is on another machine, as far as the system tells."""
-    mounts = pathlib.Path("/proc/self/mountinfo")
-    if not mounts.exists():
-        return
-    found, kind = "", ""
-    real = os.path.realpath(folder)
-    for line in mounts.read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        point = before.split(" ")[4].encode().decode("unicode_escape")
-        if os.path.commonpath([point, real]) == point and len(point) >= len(found):
-            found, kind = point, after.split(" ")[0]
-    if _REMOTE.match(kind):
-        raise OSError(
-            errno.EOPNOTSUPP,
-            f"rows in files need a disk of this machine, and {found} is {kind}, of which a memory "
-            "map may differ from the file",
-            str(folder),
-        )
 
 
 def _reserve(file: int, start: int, size: int) -> None:
