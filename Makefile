@@ -140,7 +140,7 @@ PART_distributed := distributed
 PART_samplers := adopt end_streams extension recent plr without_replacement episodes targets donation plan state_check transitions
 PART_oracle := oracle_streams
 PART_views := views rewards agents groups split_programs tiered tiered_files
-PART_rollouts := demonstrations rollout rollout_episodes trajectories datasets dataset_files dataset_peers inspect torch
+PART_rollouts := rollout rollout_episodes trajectories datasets dataset_files dataset_peers lerobot inspect torch
 PART_platforms := platforms newest_row
 PART_replay := rows_of_others stateful staging threads interrupts transfers
 PART_actors := blocks actors processes
@@ -201,7 +201,7 @@ $(PEERS)/installed: Makefile pyproject.toml constraints.txt
 	touch $@
 
 datasets: $(PEERS)/installed
-	$(PEERS)/bin/python -m pytest -q tests/test_dataset_peers.py tests/test_dataset_files.py
+	$(PEERS)/bin/python -m pytest -q tests/test_dataset_peers.py tests/test_dataset_files.py tests/test_lerobot.py
 
 bench: $(VENV)/bench
 	$(BIN)/python benchmarks/run.py

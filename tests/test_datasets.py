@@ -1,5 +1,4 @@
-"""Minari datasets: the round trip is exact, and every sampled transition is one of the
-dataset's."""
+"""Episodes of Minari and of a buffer: the round trip is exact."""
 
 import dataclasses
 import pathlib
@@ -13,6 +12,7 @@ import pytest
 
 pytest.importorskip("minari", reason="Minari is not installed")
 
+import h5py
 import minari
 from gymnasium.spaces import Box, Dict, Discrete, Tuple
 from minari.data_collector.episode_buffer import EpisodeBuffer
@@ -21,6 +21,7 @@ import jaxreplay as jr
 from jaxreplay import datasets
 from jaxreplay.datasets.episodes import rows_of, steps_of
 from tests.support.buffers import everything, jitted
+from tests.support.steps import nth, plain_step
 
 # Minari's recommendations for a dataset's metadata.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:minari.utils")
@@ -58,9 +59,8 @@ def episode(number, length, end=END):
 
 
 def made(name, episodes, **about):
-    return minari.create_dataset_from_buffers(
-        name, episodes, jpeg_encoding=False, **{**ABOUT, **about}
-    )
+    options = {"jpeg_encoding": False, **ABOUT, **about}
+    return minari.create_dataset_from_buffers(name, episodes, **options)
 
 
 def buffer(form, capacity, num_envs=1):
@@ -79,17 +79,22 @@ def assert_equal(got, wanted):
             jax.tree.map(np.testing.assert_array_equal, getattr(one, name), getattr(other, name))
 
 
-@pytest.mark.parametrize("form", ["next_step", "same_step"])
-def test_there_and_back(form):
-    lengths, ends = (3, 1, 300, 1, 1200, 25), (END, CUT, CUT, END, END, CUT)
-    dataset = made("there/one-v0", [*map(episode, range(6), lengths, ends)])
-    replay = buffer(form, datasets.required_capacity(dataset))
-    state = datasets.from_episodes(dataset, replay)
-    assert int(state.filled.sum()) == replay.capacity == sum(lengths) + len(lengths)
+def test_there_and_back(capsys, tmp_path):
+    """Also by its file, which has a group for each episode."""
+    episodes = [*map(episode, range(12), [3, 1, 5] * 4, [END, CUT] * 6)]
+    dataset = made("there/one-v0", episodes)
+    replay = buffer("next_step", datasets.required_capacity(dataset))
+    state = datasets.from_episodes(dataset, replay, progress=False)
+    assert not capsys.readouterr().err
+    with h5py.File(tmp_path / "there/one-v0/data/main_data.hdf5") as file:
+        other = datasets.from_arrays(file, replay, progress=True)
+    assert "from_arrays: 48.0row" in capsys.readouterr().err
+    jax.tree.map(np.testing.assert_array_equal, other, state)
+    assert int(state.filled.sum()) == replay.capacity == 48
     assert state.rows.steps.obs["goal"].dtype == np.float32  # float64 is stored as float32
     every = jax.device_get(everything(replay)(state, 0))
-    assert every.is_valid.sum() == sum(lengths)
-    batch = jax.tree.map(lambda leaf: leaf[every.is_valid], every.experience)
+    assert every.is_valid.sum() == 36
+    batch = nth(every.experience, every.is_valid)
     start, after = (obs["goal"][:, 0] for obs in (batch.obs, batch.next_obs))
     np.testing.assert_array_equal(after - start, 1)  # same episode, true next observation
     np.testing.assert_array_equal(batch.reward, start)
@@ -97,69 +102,6 @@ def test_there_and_back(form):
     back = exported(replay, state, "back/one-v0")
     assert_equal(back, list(dataset))
     assert_equal(list(minari.load_dataset("back/one-v0")), back)
-
-
-@pytest.mark.parametrize(
-    "form", ["next_step", pytest.param("same_step", marks=pytest.mark.thorough)]
-)
-def test_ends_in_the_middle_and_none_at_the_end(form):
-    """A done within an episode begins another one; an episode that stops without one is
-    truncated."""
-    first, second = episode(1, 9, None), episode(2, 5, None)
-    first.terminations[3] = first.truncations[6] = True
-    replay = buffer(form, 9 + 5 + 4)
-    state = datasets.from_episodes(made("middle/one-v0", [first, second]), replay)
-    assert [
-        (*one.observations["goal"][[0, -1], 0].tolist(), len(one), bool(one.terminations[-1]))
-        for one in exported(replay, state, "middle/two-v0")
-    ] == [
-        (10_000, 10_004, 4, True),
-        (10_004, 10_007, 3, False),
-        (10_007, 10_009, 2, False),
-        (20_000, 20_005, 5, False),
-    ]
-
-
-def numbers_of(replay, obs, terminated=(), truncated=(), **options):
-    """Return the observations of each episode, and how it ends, that a state becomes after steps
-    [T, E] of numbers, with ends at some times."""
-    ends = np.zeros((2, *obs.shape), bool)
-    ends[0, [*terminated]] = ends[1, [*truncated]] = True
-    steps = jr.Step(obs, obs, obs.astype(np.float32), terminated=ends[0], truncated=ends[1])
-    example = jax.tree.map(lambda leaf: leaf[0, 0], steps)
-    state = jitted(replay, "extend")(replay.init(example), steps)
-    found = [*datasets.to_episodes(replay, state, **options)]
-    for one in found:
-        assert one.rewards.tolist() == one.actions.tolist() == one.observations[:-1].tolist()
-        assert bool(one.terminations[-1]) != bool(one.truncations[-1])
-    return [(one.observations.tolist(), bool(one.terminations[-1])) for one in found]
-
-
-def test_what_is_stored_of_an_episode():
-    """Three episodes in a ring that has wrapped: the first has lost its beginning, the last
-    continues."""
-    replay = buffer("next_step", 2 * 10, num_envs=2)
-    time = np.arange(13, dtype=np.float32)[:, None] + np.float32([0, 100])
-    assert not numbers_of(replay, time, [5])
-    assert numbers_of(replay, time, [5], include_partial=True) == [
-        ([3, 4, 5, 6], True),
-        ([7, 8, 9, 10, 11, 12], False),
-        ([103, 104, 105, 106], True),
-        ([107, 108, 109, 110, 111, 112], False),
-    ]
-
-
-def test_a_final_observation_that_nobody_has():
-    """Same-step autoreset without `final_obs`: a truncated row becomes the final row itself; after
-    a termination the last observation is repeated, also if its final row is still to come."""
-    obs = np.arange(12).astype(ml_dtypes.bfloat16)[:, None]
-    assert numbers_of(buffer("same_step_no_final_obs", 32), obs, [3], [8, 9]) == [
-        ([0, 1, 2, 3, 3], True),
-        ([4, 5, 6, 7, 8], False),
-    ]
-    newest = np.arange(3, dtype=np.float32)[:, None]
-    found = numbers_of(buffer("next_step", 8), newest, [2], include_partial=True)
-    assert found == [([0, 1, 2, 2], True)]
 
 
 def test_any_tree_of_observations():
@@ -181,82 +123,64 @@ def test_any_tree_of_observations():
         rows_of("from_episodes", wrong)
 
 
-def test_an_example_decides_the_dtypes():
-    dataset = made("example/one-v0", [episode(0, 4)])
-    example = jr.Step(
-        {"image": np.zeros(IMAGE, np.uint8), "goal": jax.ShapeDtypeStruct((2,), np.float16)},
-        np.uint8(0),
-        np.float32(0),
-        terminated=np.bool_(0),
-        truncated=np.bool_(0),
-    )
-    replay = buffer("next_step", 8)
-    steps = datasets.from_episodes(dataset, replay, example).rows.steps
-    assert (steps.obs["goal"].dtype, steps.action.dtype) == (np.float16, np.uint8)
-    many = episode(0, 4)
-    many.actions[:] = 200
-    wide = made("example/wide-v0", [many], action_space=Discrete(300))
-    for message, source, other in (
-        (
-            r"obs.goal: .* cannot be stored as float16, the example's dtype",
-            made("example/large-v0", [episode(100, 4)]),
-            example,
-        ),
-        ("action: got", dataset, example.replace(action=np.bool_(0))),
-        ("action: 200 cannot be stored as int8", wide, example.replace(action=np.int8(0))),
-    ):
-        with pytest.raises(ValueError, match=message):
-            datasets.from_episodes(source, replay, other)
+def test_ends_in_the_middle_and_none_at_the_end():
+    """A done within an episode begins another one; an episode that stops without one is
+    truncated."""
+    first, second = episode(1, 9, None), episode(2, 5, None)
+    first.terminations[3] = first.truncations[6] = True
+    replay = buffer("next_step", 18)
+    state = datasets.from_episodes([first, second], replay)
+    assert [
+        (*one.observations["goal"][[0, -1], 0].tolist(), bool(one.terminations[-1]))
+        for one in datasets.to_episodes(replay, state)
+    ] == [
+        *((10_000, 10_004, True), (10_004, 10_007, False)),
+        *((10_007, 10_009, False), (20_000, 20_005, False)),
+    ]
 
 
-def test_bad_input_is_refused():
-    dataset = made("bad/one-v0", [episode(0, 4), episode(1, 3)])
-    # without final observations, the last step of each truncated episode is dropped
-    for form, capacity in (("same_step", 9), ("same_step_no_final_obs", 7)):
-        replay = buffer(form, capacity)
-        assert jitted(replay, "size")(datasets.from_episodes(dataset, replay)) == 7
-    items, replay = jr.items(capacity=16, batch_size=2), buffer("next_step", 16)
-    no_steps = "buffer must be a ReplayBuffer of steps, since a dataset has episodes"
-    too_small = "capacity={} is too small{}".format
-    for message, other in (
-        (too_small(8, ": episode 1 reaches row 9"), buffer("next_step", 8)),
-        (no_steps, items),
-        (no_steps, 3),
-    ):
-        with pytest.raises(ValueError, match=f"from_episodes: {message}"):
-            datasets.from_episodes(dataset, other)
-    with pytest.raises(ValueError, match="from_episodes: there is no transition"):
-        datasets.from_episodes(dataset.filter_episodes(lambda _: False), replay)
-    with pytest.raises(ValueError, match="to_episodes: buffer must be a ReplayBuffer of steps"):
-        datasets.to_episodes(items, items.init(0.0))
-    with pytest.raises(ValueError, match="to_episodes: the state belongs to another buffer"):
-        datasets.to_episodes(buffer("next_step", 8), datasets.from_episodes(dataset, replay))
+def numbers_of(replay, obs, terminated=(), truncated=(), **options):
+    """Return the observations of each episode, and how it ends, that a state becomes after steps
+    [T, E] of numbers, with ends at some times."""
+    ends = np.zeros((2, *obs.shape), bool)
+    ends[0, [*terminated]] = ends[1, [*truncated]] = True
+    steps = jr.Step(obs, obs, obs.astype(np.float32), terminated=ends[0], truncated=ends[1])
+    state = jitted(replay, "extend")(replay.init(nth(steps, (0, 0))), steps)
+    found = [*datasets.to_episodes(replay, state, **options)]
+    for one in found:
+        assert one.rewards.tolist() == one.actions.tolist() == one.observations[:-1].tolist()
+        assert bool(one.terminations[-1]) != bool(one.truncations[-1])
+    return [(one.observations.tolist(), bool(one.terminations[-1])) for one in found]
 
 
-def test_without_the_extra_the_error_says_which(monkeypatch):
-    replay = buffer("next_step", 16)
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    with pytest.raises(ImportError, match="from_episodes: a progress bar needs tqdm"):
-        datasets.from_episodes([episode(0, 4)], replay, progress=True)
+def test_what_is_stored_of_an_episode():
+    """Three episodes in a ring that has wrapped: the first has lost its beginning, the last
+    continues."""
+    replay = buffer("next_step", 2 * 10, num_envs=2)
+    time = np.arange(13, dtype=np.float32)[:, None] + np.float32([0, 100])
+    assert not numbers_of(replay, time, [5])
+    assert numbers_of(replay, time, [5], include_partial=True) == [
+        (list(range(start, stop)), is_terminated)
+        for env in (0, 100)
+        for start, stop, is_terminated in ((env + 3, env + 7, True), (env + 7, env + 13, False))
+    ]
 
 
-def test_its_file_is_a_file_by_episode(capsys, tmp_path):
-    """Minari's HDF5 has a group for each episode."""
-    import h5py
-
-    dataset = made("file/one-v0", [*map(episode, range(12), [3, 1, 5] * 4, [END, CUT] * 6)])
-    replay = buffer("next_step", datasets.required_capacity(dataset))
-    wanted = datasets.from_episodes(dataset, replay, progress=False)
-    assert not capsys.readouterr().err
-    with h5py.File(tmp_path / "file/one-v0/data/main_data.hdf5") as file:
-        got = datasets.from_arrays(file, replay, progress=True)
-    assert "from_arrays: 48.0row" in capsys.readouterr().err
-    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+def test_a_final_observation_that_nobody_has():
+    """Same-step autoreset without `final_obs`: a truncated row becomes the final row itself; after
+    a termination the last observation is repeated, also if its final row is still to come."""
+    obs = np.arange(12).astype(ml_dtypes.bfloat16)[:, None]
+    assert numbers_of(buffer("same_step_no_final_obs", 32), obs, [3], [8, 9]) == [
+        ([0, 1, 2, 3, 3], True),
+        ([4, 5, 6, 7, 8], False),
+    ]
+    newest = np.arange(3, dtype=np.float32)[:, None]
+    found = numbers_of(buffer("next_step", 8), newest, [2], include_partial=True)
+    assert found == [([0, 1, 2, 2], True)]
 
 
 def test_extras_go_there_and_back():
-    replay = buffer("same_step", 32, num_envs=2)
-    flags = np.zeros(4, bool)
+    replay, flags = buffer("same_step", 32, num_envs=2), np.zeros(4, bool)
     number = np.arange(5, dtype=np.float32)
     extras = {"log_prob": number[:4] / 8, "grid": np.arange(8).reshape(4, 2)}
     given = [datasets.Episode(number, number[:4], number[:4], flags, flags, extras=extras)] * 3
@@ -265,6 +189,36 @@ def test_extras_go_there_and_back():
     for one in found:
         jax.tree.map(np.testing.assert_array_equal, one.extras, extras)
         assert one.truncations.tolist() == [False, False, False, True]
-    short = given[0]._replace(extras={"x": number[:3]})
-    with pytest.raises(ValueError, match=r"episode : extras\.x: expected 4 numbers or arrays"):
-        datasets.from_episodes([short], replay)
+
+
+def test_an_example_decides_the_dtypes():
+    goal = jax.ShapeDtypeStruct((2,), np.float16)
+    flags = {"terminated": np.False_, "truncated": np.False_}
+    obs = {"image": np.zeros(IMAGE, np.uint8), "goal": goal}
+    example, replay = jr.Step(obs, np.uint8(0), np.float32(0), **flags), buffer("next_step", 8)
+    steps = datasets.from_episodes([episode(0, 4)], replay, example).rows.steps
+    assert (steps.obs["goal"].dtype, steps.action.dtype) == (np.float16, np.uint8)
+    many = dataclasses.replace(episode(0, 4), actions=np.full(4, 200))
+    for message, one, other in (
+        ("obs.goal: .* cannot be stored as float16, the example's dtype", episode(100, 4), example),
+        ("action: got", episode(0, 4), example.replace(action=np.bool_(0))),
+        ("action: 200 cannot be stored as int8", many, example.replace(action=np.int8(0))),
+    ):
+        with pytest.raises(ValueError, match=message):
+            datasets.from_episodes([one], replay, other)
+
+
+def test_bad_input_is_refused(monkeypatch):
+    items, replay = jr.items(capacity=16, batch_size=2), buffer("next_step", 16)
+    for message, other in (
+        ("buffer must be a ReplayBuffer of steps", items),
+        ("the state belongs to another buffer", buffer("next_step", 8)),
+    ):
+        with pytest.raises(ValueError, match=f"to_episodes: {message}"):
+            datasets.to_episodes(other, jax.eval_shape(replay.init, plain_step(np.float32(0))))
+    empty = made("bad/one-v0", [episode(0, 4)]).filter_episodes(lambda _: False)
+    with pytest.raises(ValueError, match="from_episodes: there is no transition"):
+        datasets.from_episodes(empty, replay)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with pytest.raises(ImportError, match="from_episodes: a progress bar needs tqdm"):
+        datasets.from_episodes([episode(0, 4)], replay, progress=True)

@@ -234,8 +234,8 @@ def blocks(
                 update(len(is_last))
         if not most:
             raise ValueError(f"{where}: there is no transition")
-        while left := max(counts):  # powers of two: each size is compiled
-            size = min(most, power_below(left))
+        while left := max(counts):  # each size is compiled: one with a mask, else powers of two
+            size = most if has_mask else min(most, power_below(left))
             yield example, *_taken(waiting, counts, size, has_mask)
 
 
