@@ -274,7 +274,7 @@ MUTATIONS = (
         "datasets/lerobot.py",
         "(not frame or abs(coming.time - time) < abs(frame.time - time))",
         "not frame",
-        "test_dataset_files.py",
+        "test_lerobot.py",
     ),
     (
         "a row of a checkpoint is read from the place that it had before a wrap",
