@@ -129,6 +129,13 @@ CASE = Case(
     ),
     is_plain=False,
 )
+
+
+def calls_are_in_place(case):
+    for form in ("alone", "scan", "population"):
+        test_in_place.check(form, functools.partial(test_in_place.of_case, case))
+
+
 CHECKS = (
     test_contract.test_an_abstract_example_is_enough,
     test_contract.test_a_state_keeps_its_structure_and_dtypes,
@@ -147,9 +154,7 @@ if ALL:
         test_contract.test_jit_equals_eager,
         test_contract.test_vmap_equals_a_loop,
         test_contract.test_extend_equals_add_for_each_step,
-        test_in_place.test_operations_are_in_place_alone,
-        test_in_place.test_operations_are_in_place_in_a_scan,
-        test_in_place.test_operations_are_in_place_for_a_population,
+        calls_are_in_place,
     )
 name_of = lambda check: getattr(check, "func", check).__name__.removeprefix("test_")
 

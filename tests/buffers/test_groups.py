@@ -1,7 +1,5 @@
 """Groups of completions beside lists: arrivals in any order, late ones, versions, uses."""
 
-import functools
-
 import jax
 import numpy as np
 import pytest
@@ -9,7 +7,6 @@ from scipy import stats
 
 import jaxreplay as jr
 from tests.conftest import ALL
-from tests.support.hlo import check_in_place
 from tests.support.refusals import refused
 from tests.support.steps import nth, stacked
 
@@ -209,17 +206,6 @@ def test_a_group_of_equal_rewards_has_no_variance():
 
     variance, group = jax.device_get(run())
     assert ((variance > 0).tolist(), group.tolist()) == ([False, False, True, False], [2, -1])
-
-
-def test_calls_change_the_groups_in_place():
-    groups = jr.Groups(group_size=16, capacity=1 << 12, batch_size=8, strategy="variance")
-    items = {"reward": np.zeros(16, np.float32), "tokens": np.zeros((16, 32), np.int32)}
-    state = jax.eval_shape(lambda: groups.init(nth(items, 0)))
-    add = functools.partial(groups.add, items=items, group=np.arange(16, dtype=np.int32), version=0)
-    pop = functools.partial(groups.pop, key=jax.random.key(0), version=1, max_staleness=2)
-    close = functools.partial(groups.close, group=np.arange(16, dtype=np.int32), min_items=2)
-    for call in (add, close, pop, lambda state: groups.pop(add(state), jax.random.key(0))):
-        check_in_place(call, (state,), num_elements=1 << 16, donated=0)
 
 
 def test_the_count_of_late_completions_stops_at_its_maximum():

@@ -11,7 +11,6 @@ import pytest
 import jaxreplay as jr
 from jaxreplay.storage import row_flags
 from tests.support.compilations import count_programs
-from tests.support.hlo import check_in_place
 
 E, LENGTH, TIME = 3, 20, 31
 
@@ -99,19 +98,3 @@ def test_a_replay_compiles_a_function_once_for_all_parameters(rows, program):
     got = np.asarray(batch.experience.reward)[batch.is_valid]
     is_end = steps.terminated[place, env]  # nothing comes after: the row's own observation
     np.testing.assert_allclose(got[~is_end], reward[place, env][~is_end], rtol=1e-6)
-
-
-def test_it_is_in_place():
-    capacity = 1 << 16
-    buffer = jr.uniform(
-        capacity=capacity, num_envs=4, batch_size=2, autoreset="next_step", allow_write=True
-    )
-    zero, no = np.float32(0), np.False_
-    step = jr.Step(np.zeros(3, np.float32), zero, zero, terminated=no, truncated=no)
-    state = jax.eval_shape(buffer.init, step)
-    check_in_place(
-        lambda state: buffer.map_rows(state, lambda step, after: {"reward": after[0]}, block=256),
-        (state,),
-        num_elements=capacity,
-        donated=0,
-    )
