@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
-from tests.support.buffers import CATALOG, KINDS, bits, each
+from tests.conftest import ALL
+from tests.support.buffers import CATALOG, FEW, KINDS, bits
 from tests.support.replays import output_of
 from tests.support.steps import plain_step
 
@@ -23,6 +24,7 @@ def test_no_state_has_an_array_without_elements():
         assert all(leaf.size for leaf in jax.tree.leaves(case.shapes())), case.name
 
 
+@pytest.mark.thorough  # two processes
 def test_flax_knows_the_states_of_a_program_that_imports_it():
     """Before jaxreplay, or before `init`, also a class that comes later."""
     code = """
@@ -40,21 +42,24 @@ print(buffer.size(restored), flax.serialization.to_state_dict(Later(3)))
         assert output_of(code.format(first, second)) == "1 {'x': 3}"
 
 
-@each(KINDS)
-def test_flax_and_orbax_bring_a_state_back(case, tmp_path):
+ROLLOUT = jr.rollout(length=8, num_envs=1, autoreset="next_step")
+STEP = plain_step(np.float32(0), obs={"x": np.float32(0)})
+SHAPES = {case.name: case.shapes()[1] for case in (*KINDS,) if ALL or case in FEW}
+SHAPES["rollout"] = jax.eval_shape(ROLLOUT.init, STEP)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_flax_and_orbax_bring_a_state_back(name, tmp_path):
     r = np.random.default_rng(0)
     state = jax.tree.map(
-        lambda leaf: jax.device_put(r.integers(0, 100, leaf.shape).astype(leaf.dtype)),
-        case.shapes()[1],
+        lambda leaf: r.integers(0, 100, leaf.shape).astype(leaf.dtype), SHAPES[name]
     )
     empty = jax.tree.map(np.zeros_like, state)
     by_flax = flax.serialization.from_bytes(empty, flax.serialization.to_bytes(state))
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", state)
+        checkpointer.save(tmp_path / "state", jax.device_put(state))
         checkpointer.wait_until_finished()
-        by_orbax = checkpointer.restore(
-            tmp_path / "state", jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-        )
+        by_orbax = checkpointer.restore(tmp_path / "state", SHAPES[name])
     for restored in (by_flax, by_orbax):
         assert jax.tree.structure(restored) == jax.tree.structure(state)
         assert bits(restored) == bits(state)
@@ -82,14 +87,11 @@ def test_configurations_samples_and_rollouts_are_shown_in_one_line():
         "ReplayBuffer(capacity=8, batch_size=2, sampler=Uniform(), view=TransitionView(n_step=3), "
         "autoreset='next_step')"
     )
-    step = plain_step(np.float32(0), obs={"x": np.float32(0)})
-    state = jax.eval_shape(buffer.init, step)
+    state = jax.eval_shape(buffer.init, STEP)
     assert repr(state) == "ReplayState(1 env x 8 rows, obs {x: f32[]}, 160 B)"
     batch = jax.eval_shape(lambda state: buffer.sample(state, jax.random.key(0)), state)
     assert repr(batch.replace(experience=None)) == (
         "Sample(index Index(row i32[2], lap u32[2]), probability f32[2], weight f32[2], "
         "is_valid bool[2])"
     )
-    rollout = jr.rollout(length=8, num_envs=1, autoreset="next_step")
-    expected = "RolloutState(1 env x 8 rows, obs {x: f32[]}, 129 B)"
-    assert repr(jax.eval_shape(lambda: rollout.init(step))) == expected
+    assert repr(SHAPES["rollout"]) == "RolloutState(1 env x 8 rows, obs {x: f32[]}, 129 B)"

@@ -30,14 +30,6 @@ def error_of(call):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["capacity", "num_envs", "batch_size", "min_size", "n_step"])
-@pytest.mark.no_xla
-def test_a_size_is_a_positive_int(name):
-    for wrong in (0, -2, 8.0, True, "2"):
-        with pytest.raises(ValueError, match=f"{name} must be an int of at least 1, got {wrong!r}"):
-            jr.uniform(**{**SHARED, "autoreset": "next_step", name: wrong})
-
-
 @pytest.mark.no_xla
 def test_what_nearly_is_a_mistake_is_taken():
     jr.uniform(**SHARED, autoreset="same_step_no_final_obs", n_step=3)  # the longest window

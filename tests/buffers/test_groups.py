@@ -7,7 +7,6 @@ from scipy import stats
 
 import jaxreplay as jr
 from tests.conftest import ALL
-from tests.support.refusals import refused
 from tests.support.steps import nth, stacked
 
 SIZE, CAPACITY, BATCH, N, TIME = 3, 5, 2, 4, 60
@@ -228,38 +227,3 @@ def test_a_compiled_buffer_has_the_same_methods():
     state, batch = groups.pop(closed, jax.random.key(0), 4)
     assert batch.is_valid.tolist() == [True, True, False, False]
     assert int(groups.size(state)) == 0
-
-
-@pytest.mark.no_xla
-def test_mistakes_are_answered():
-    sizes = {"group_size": 2, "capacity": 4, "batch_size": 2}
-    with refused("group_size must be an int of at least 1, got 0"):
-        jr.Groups(**sizes | {"group_size": 0})
-    with refused("strategy must be one of .*'variance'.*, got 'best'"):
-        jr.Groups(**sizes, strategy="best")
-    with refused(r"needs its reward, a leaf 'reward' with the shape \[\]; it has x \[2\]"):
-        jr.Groups(**sizes, strategy="variance").init({"x": np.zeros(2)})
-    with refused("the example has no leaves: there is nothing to store"):
-        jr.Groups(**sizes).init({})
-    groups = jr.Groups(**sizes)
-    state = jax.eval_shape(lambda: groups.init({"x": np.float32(0)}))
-    number = np.zeros(3, np.int32)
-    for message, *given in (
-        (r"group must be int32\[N\] and version .* got int32\[\] and int32\[\]", 0, 0),
-        (r"got int32\[3\] and int32\[2\]", number, np.zeros(2, np.int32)),
-        (r"got float32\[3\] and int32\[\]", number.astype(np.float32), 0),
-    ):
-        with refused(message):
-            jax.eval_shape(groups.add, state, {"x": np.zeros(3, np.float32)}, *given)
-    with refused(r"x: got float32\[2\], expected float32\[3\]"):
-        jax.eval_shape(
-            lambda state: groups.add(state, {"x": np.zeros(2, np.float32)}, number, 0), state
-        )
-    with refused(r"close: group must be int32\[N\], got int32\[\]"):
-        jax.eval_shape(groups.close, state, 3)
-    with refused("max_staleness needs version="):
-        jax.eval_shape(lambda state: groups.pop(state, jax.random.key(0), max_staleness=1), state)
-    with refused("batch_size=5 exceeds capacity=4"):
-        jax.eval_shape(lambda state: groups.pop(state, jax.random.key(0), 5), state)
-    with refused("must be a GroupsState, as init and add return it, got a dict"):
-        groups.size({})

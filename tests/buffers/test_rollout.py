@@ -4,7 +4,6 @@ steps."""
 import functools
 
 import chex
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -151,15 +150,6 @@ def test_vmap_equals_a_loop(form):
         assert_same(nth(jax.device_get(together), which), jax.device_get(expected))
 
 
-@pytest.mark.thorough  # eager mode compiles each primitive by itself
-@forms
-def test_jit_equals_eager(form):
-    rollout, block = rollout_of(form), block_of(form)
-    state = rollout.add(rollout.init(example_of(form)), nth(block, 0))
-    found = jax.device_get(operations(rollout, state, block))
-    chex.assert_trees_all_equal(found, nth(told(form)[1], 0))
-
-
 @forms
 @pytest.mark.no_xla
 def test_one_trace_serves_all_states_and_keeps_their_structure(form):
@@ -195,17 +185,6 @@ def test_a_donated_state_is_reused_and_gone_and_takes_what_memory_says():
     for _ in range(2):  # the count stops at the largest number
         state = rollout.add(state, nth(block, 0))
     assert int(state.num_dropped) == 2**31 - 1
-
-
-@pytest.mark.no_xla
-def test_a_state_goes_through_serialization():
-    state = jax.tree.map(
-        lambda leaf: np.ones(leaf.shape, leaf.dtype),
-        jax.eval_shape(rollout_of("next_step").init, example_of("next_step")),
-    )
-    empty = jax.tree.map(np.zeros_like, state)
-    restored = flax.serialization.from_bytes(empty, flax.serialization.to_bytes(state))
-    assert_same(restored, state)
 
 
 def shuffled(method, **sizes):

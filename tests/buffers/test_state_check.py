@@ -5,7 +5,6 @@ import functools
 
 import flax.serialization
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -85,32 +84,6 @@ def test_every_method_refuses_a_state_of_another_capacity(method):
     check_refused(large, spec_of(small), message, method)
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"n_step": 3}, "after: the state's is 3, this buffer's 1"),
-        (
-            {"autoreset": "same_step_no_final_obs"},
-            "autoreset: the state's is 'same_step_no_final_obs', this buffer's 'next_step'",
-        ),
-        ({"num_envs": 4}, "num_envs: the state's is 4, this buffer's 2"),
-        ({"allow_mask": True}, "allow_mask: the state's is True, this buffer's False"),
-        ({"sampler": jr.Uniform()}, r"sampler: the state's is None, this buffer's Prioritized\(\)"),
-        # States store priority ** alpha, which does not reveal alpha.
-        ({"sampler": jr.Prioritized(alpha=4.0)}, "alpha: the state's is 4.0, this buffer's 0.6"),
-        (
-            {"sampler": jr.Prioritized(fan_out=4)},
-            "fan_out: the state's is 4, this buffer's 0",
-        ),
-    ],
-)
-@pytest.mark.no_xla
-def test_what_differs_is_named_though_all_shapes_be_alike(changes, named):
-    made = SHARED | {"sampler": jr.Prioritized()}
-    other = jr.transitions(**made | changes)
-    check_refused(jr.transitions(**made), spec_of(other), f"this state is not of this .*{named}")
-
-
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.no_xla
 def test_every_method_takes_a_state_of_numpy_arrays(method):
@@ -165,49 +138,6 @@ def test_what_does_not_change_a_states_meaning_may_differ():
         assert batch.is_valid.shape == (other.batch_size,)
 
 
-STATE = spec_of(uniform())
-
-
-def with_rows(**changes):
-    return STATE.replace(rows=STATE.rows.replace(**changes))
-
-
-def with_reward(*shape):
-    reward = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return with_rows(steps=STATE.rows.steps.replace(reward=reward))
-
-
-@pytest.mark.parametrize(
-    ("state", "named"),
-    [
-        (
-            with_rows(flags=jax.ShapeDtypeStruct((64,), jnp.int32)),
-            r"rows.flags: got int32\[64\], expected uint8\[64\]",
-        ),
-        (
-            STATE.replace(
-                counters=STATE.counters.replace(stored=jax.ShapeDtypeStruct((5, 5), jnp.uint32))
-            ),
-            r"counters.stored: got uint32\[5, 5\], expected uint32\[6, 2\]",
-        ),
-        (with_reward(32), "its stored steps have 32 and 64 rows"),
-        (with_reward(), "its stored steps have none and 64 rows"),
-        # Libraries that restore a smaller state keep its arrays, and the layout of the larger one.
-        (
-            with_rows(steps=spec_of(uniform(capacity=32)).rows.steps),
-            "its stored steps have 32 rows, but the buffer has capacity=64",
-        ),
-        ((STATE, ZERO), "the state must be a .* got a tuple of 2; the state comes first"),
-        (None, "the state must be a .* got a NoneType; the state comes first"),
-        (STEP, "the state must be a .* got a Step; the state comes first"),
-        ({"replay": STATE}, "the state must be a .* got a dict of 1; the state comes first"),
-    ],
-)
-@pytest.mark.no_xla
-def test_what_is_no_state_of_the_buffer_is_named(state, named):
-    check_refused(uniform(), state, f".*{named}")
-
-
 @each(CATALOG)
 @pytest.mark.no_xla
 def test_states_of_every_buffer_are_their_own(case):
@@ -245,18 +175,6 @@ def test_a_state_that_was_handed_over_says_so():
         rollout.extend(state, BLOCK)
     with pytest.raises(ValueError, match="add: a step must be"):  # another error stays what it is
         rollout.add(rollout.init(EXAMPLE), [1, 2])
-
-
-@pytest.mark.no_xla
-def test_a_state_of_another_rollout_is_refused():
-    make = functools.partial(jr.rollout, num_envs=2)
-    rollout, longer = (make(length=n, autoreset="same_step_no_final_obs") for n in (4, 8))
-    message = r"(?s)steps.obs: got float32\[4, 2, 3\], expected float32\[8, 2, 3\].*not of this rol"
-    for name, *steps in (("steps",), ("clear",), ("add", STEP), ("extend", BLOCK)):
-        with pytest.raises(ValueError, match=message):
-            getattr(longer, name)(on_host(spec_of(rollout)), *steps)
-    with pytest.raises(ValueError, match="last: unexpected"):
-        rollout.add(spec_of(make(length=4, autoreset="next_step")), STEP)
 
 
 @pytest.mark.no_xla

@@ -190,56 +190,10 @@ def test_rows_are_copied_into_the_memory_of_the_old_state():
     np.testing.assert_array_equal(np.asarray(state.steps.obs)[:, 0], expected)
 
 
-def wrong(**fields):
-    return {**trajectory_of(5, "T"), **fields}
-
-
-@pytest.mark.parametrize(
-    ("trajectory", "message"),
-    [
-        (
-            wrong(reward=np.zeros((5, 1))),
-            r"trajectory 1:\n  reward: got float32\[5, 1\], expected float32\[5\]\n.*as many rows "
-            r"as terminated",
-        ),
-        (
-            wrong(action=np.zeros(4, int)),
-            r"trajectory 1:\n  action: got int32\[4\], expected int32\[5\]",
-        ),
-        (
-            wrong(obs={"x": np.ma.array(np.zeros((5, 2), np.float32), mask=True)}),
-            r"(?s)trajectory 1:.*obs.x: a masked array would lose its mask",
-        ),
-        (
-            wrong(obs={"x": np.zeros((7, 2), np.float32)}),
-            r"trajectory 1:\n  obs.x: got float32\[7, 2\], expected float32\[5, 2\]",
-        ),
-        (
-            wrong(obs={"y": np.zeros((5, 2), np.float32)}),
-            r"trajectory 1:\n  obs.x: missing, (.|\n)*obs.y: unexpected",
-        ),
-        (
-            wrong(truncated=np.zeros(5)),
-            r"trajectory 1:\n  truncated: got float32\[5\], expected bool\[5\]",
-        ),
-        (wrong(reward=np.float32(1)), r"trajectory 1:\n(.|\n)*reward: got float32\[\]"),
-        (wrong(extras=None), r"trajectory 1:\n  extras: missing"),
-        (
-            wrong(terminated=np.arange(5) == 2),
-            r"trajectory 1: terminated is set at step 2, but there are 5 steps",
-        ),
-        ({"obs": 0}, r"trajectory 1: the step's keys are wrong: missing action, reward"),
-        (
-            trajectory_of(34),
-            r"trajectory 1: does not fit: with it there are 41 rows, final observations "
-            r"included, .*length=40",
-        ),
-    ],
-)
-def test_bad_input_is_named_and_nothing_is_written(trajectory, message):
-    state = init()
-    with pytest.raises(ValueError, match=message):
-        ROLLOUT.from_trajectories(state, [trajectory_of(5), trajectory])
+def test_of_a_bad_trajectory_nothing_is_written():
+    state, bad = init(), {**trajectory_of(5), "truncated": np.zeros(5)}
+    with pytest.raises(ValueError, match="trajectory 1:\n  truncated: got float32"):
+        ROLLOUT.from_trajectories(state, [trajectory_of(5), bad])
     assert not np.asarray(state.mask).any()
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 

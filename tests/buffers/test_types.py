@@ -3,7 +3,6 @@
 from typing import Any, assert_type
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,41 +16,30 @@ def empty(buffer) -> Any:
     return buffer.init(jr.Step(zero, zero, zero, terminated=flag, truncated=flag))
 
 
-def named():
-    key = jax.random.key(0)
+def named(key):
     pairs, sequences = jr.future_pairs(**SIZES), jr.sequences(**SIZES, length=1)
-    for buffer in (
-        jr.uniform(**SIZES),
-        jr.prioritized(**SIZES),
-        jr.transitions(**SIZES, sampler=jr.Recent(decay=0.5)),
-    ):
+    for buffer in (jr.uniform(**SIZES), jr.transitions(**SIZES, sampler=jr.Recent(decay=0.5))):
         batch = assert_type(buffer.sample(empty(buffer), key), jr.Sample[jr.Transition])
-        assert assert_type(batch.experience.reward, jax.Array).shape == (2,)
-        got = buffer.get(empty(buffer), batch.index)
-        assert assert_type(got.experience.num_steps, jax.Array).dtype == jnp.int32
-    sequence = sequences.sample(empty(sequences), key).experience
-    assert assert_type(sequence.mask, jax.Array).dtype == bool
-    pair = pairs.sample(empty(pairs), key).experience
-    assert assert_type(pair.num_steps, jax.Array).dtype == jnp.int32
+        assert_type(batch.experience.reward, jax.Array)
+        assert_type(buffer.get(empty(buffer), batch.index).experience.num_steps, jax.Array)
+    assert_type(sequences.sample(empty(sequences), key).experience.mask, jax.Array)
+    assert_type(pairs.sample(empty(pairs), key).experience.num_steps, jax.Array)
 
 
-def wrapped():
+def wrapped(key):
     def reward(item: jr.Transition, key: jax.Array) -> jax.Array:
         return item.reward
 
-    key = jax.random.key(0)
-    buffer = jr.frame_stack(jr.uniform(**SIZES), 2)
+    buffer = jr.frame_stack(jr.prioritized(**SIZES), 2)
     assert_type(buffer, jr.ReplayBuffer[jr.Transition])
-    batch = jr.jit(buffer).sample(empty(buffer), key)
-    assert assert_type(batch.experience.discount, jax.Array).dtype == jnp.float32
+    assert_type(jr.jit(buffer).sample(empty(buffer), key).experience.discount, jax.Array)
     rewards = jr.transform(buffer, reward)
-    assert assert_type(rewards.sample(empty(rewards), key).experience, jax.Array).shape == (2,)
+    assert_type(rewards.sample(empty(rewards), key).experience, jax.Array)
     queue = jr.transitions(**SIZES, sampler=jr.Queue())
-    _, popped = queue.pop(empty(queue), key)
-    assert assert_type(popped.experience.reward, jax.Array).shape == (2,)
+    assert_type(queue.pop(empty(queue), key)[1].experience.reward, jax.Array)
 
 
 @pytest.mark.parametrize("typed", [named, wrapped])
 def test_batches_have_types(typed):
     """Also those of a buffer that is wrapped."""
-    jax.eval_shape(typed)
+    jax.eval_shape(lambda: typed(jax.random.key(0)))

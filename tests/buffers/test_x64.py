@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 from tests.support.replays import output_of
 
 PROGRAM = """
@@ -54,5 +56,6 @@ assert replay.sample(state, jax.random.key(0)).experience.tolist() == [2**40 + 1
 """
 
 
+@pytest.mark.thorough  # a process of its own
 def test_64_bit_numbers_change_no_dtype_of_a_state():
     output_of(PROGRAM, env=os.environ | {"JAX_ENABLE_X64": "1", "PYTHONWARNINGS": "error"})
