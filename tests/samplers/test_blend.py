@@ -9,15 +9,17 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
+from jaxreplay._util import random
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.checkpoint import Checkpointer
 from jaxreplay.samplers.shares import shares
 from tests.conftest import SOAK
 from tests.samplers.test_laws import check
-from tests.support.steps import plain_step
+from tests.support.buffers import draw
+from tests.support.steps import begun, nth, plain_step
 
 BATCH, ROWS = 10, 17  # of each of two envs
-KEYS = 40_000 if SOAK else 4_000
+KEYS = 40_000 if SOAK else 2_000
 PRIORITY = np.arange(2 * ROWS, dtype=np.float32).reshape(ROWS, 2)
 
 
@@ -39,7 +41,6 @@ BLENDS = {
     "without priorities": {"uniform": (UNIFORM, 0.85), "newest": (NEWEST, 0.15)},
     "one": {"only": (PRIORITIZED, 3.0)},
 }
-blends = pytest.mark.parametrize("name", BLENDS)
 # A buffer is a pytree without leaves: its methods are jitted once for all equal buffers.
 add, extend, pop, sample, get, adopt, update, metrics, can_sample = (
     jax.jit(getattr(ReplayBuffer, name))
@@ -69,65 +70,49 @@ def laws(name):
     return np.stack(found).reshape(len(found), -1)
 
 
-@functools.cache
-def drawn(name, **fractions):
-    """Return batches with many keys: rows, probabilities and weights for three betas."""
-    buffer, state = filled(name)
-    options = {"fractions": fractions} if fractions else {}
-
-    @jax.jit
-    @functools.partial(jax.vmap, in_axes=(0, None))
-    def sample(key, options):
-        by_beta = lambda beta: buffer.sample(state, key, beta=beta, **options)
-        return jax.vmap(by_beta)(jnp.array([0.0, 0.4, 1.0]))
-
-    return jax.device_get(sample(jax.random.split(jax.random.key(3), KEYS), options))
-
-
-def check_blend(batch, law, fractions):
-    """Check the parts of each batch, the law of each part, and that of the blend."""
-    rows = batch.index.row[:, 0]
-    assert batch.is_valid.all()
-    mixed = fractions @ law
-    np.testing.assert_allclose(batch.probability[:, 0], mixed[rows], rtol=1e-4)
-    ends = np.cumsum(fractions) * BATCH
-    starts = np.concatenate([[0], ends[:-1]])
-    for own, *part in zip(law, starts, ends, strict=True):
-        first, last = np.round(part).astype(int)
-        if np.allclose(part, (first, last)):  # the same items of each batch
-            check(np.bincount(rows[:, first:last].ravel(), minlength=64), own)
-    check(np.bincount(rows.ravel(), minlength=64), mixed)
+@jax.jit
+def seen_of(buffer, fractions):
+    """Return the probability of each row, and a batch for each of three betas, with the fractions
+    of a call, too."""
+    given = {"priority": PRIORITY} if "Prioritized" in repr(buffer.sampler) else {}
+    state = buffer.extend(buffer.init(jnp.float32(0)), PRIORITY, **given)
+    found = []
+    for options in ({}, {"fractions": fractions}):
+        draw = lambda beta, options=options: buffer.sample(
+            state, jax.random.key(3), beta=beta, **options
+        )
+        rows = buffer.get(state, jnp.arange(64), **options).probability
+        found.append((rows, jax.vmap(draw)(jnp.asarray(BETAS))))
+    return found
 
 
-@blends
-def test_a_batch_has_exact_parts_of_each_law(name):
-    fractions = np.array([fraction for _, fraction in BLENDS[name].values()])
-    check_blend(drawn(name), laws(name), fractions / fractions.sum())
+BETAS = np.float32([0.0, 0.4, 1.0])
 
 
-@blends
-def test_weights_correct_what_a_blend_prefers(name):
-    """With beta 1, the weighted mean of any figure of the rows is that of all rows that can be
-    sampled; each beta has its own expectation."""
-    batch, law = drawn(name), laws(name)
-    fractions = np.array([fraction for _, fraction in BLENDS[name].values()])
-    mixed = fractions / fractions.sum() @ law
-    value = np.random.default_rng(0).normal(size=64)
-    for which, beta in enumerate([0.0, 0.4, 1.0]):
-        rows, weight = batch.index.row[:, which], batch.weight[:, which]
-        np.testing.assert_allclose(weight.max(axis=1), 1, rtol=1e-6)
-        # of the batch's normalization only a factor is left, which the probabilities tell
-        smallest = batch.probability[:, which].min(axis=1, keepdims=True)
-        means = (weight * smallest**-beta * value[rows]).mean(axis=1)
-        expected = (np.where(mixed > 0, mixed, 1) ** (1 - beta) * value)[mixed > 0].sum()
-        error = means.std() / np.sqrt(len(means))
-        assert abs(means.mean() - expected) < 4 * error
+@pytest.mark.parametrize("name", BLENDS)
+def test_rows_have_the_probabilities_of_their_members_in_these_parts(name):
+    """Weights correct it: with beta 1, they are in proportion to 1 / probability."""
+    own = np.array([fraction for _, fraction in BLENDS[name].values()])
+    other = np.arange(1.0, 1 + len(own))
+    buffer, _ = filled(name)
+    found = jax.device_get(seen_of(buffer, dict(zip(BLENDS[name], other, strict=True))))
+    for fractions, (rows, batch) in zip((own, other), found, strict=True):
+        mixed = fractions / fractions.sum() @ laws(name)
+        np.testing.assert_allclose(rows, mixed, rtol=1e-4)
+        assert batch.is_valid.all()
+        assert batch.probability.min() > 0
+        np.testing.assert_allclose(batch.probability, mixed[batch.index.row], rtol=1e-4)
+        smallest = batch.probability.min(axis=1, keepdims=True)
+        weight = (batch.probability / smallest) ** -BETAS[:, None]
+        np.testing.assert_allclose(batch.weight, weight, rtol=1e-5)
 
 
-@pytest.mark.parametrize("fractions", [(0.5, 0.3, 0.2), (0.07, 0.9, 0.03), (0, 0.25, 0.75)])
-def test_fractions_of_a_call_may_be_traced(fractions):
-    batch = drawn("three", **dict(zip(BLENDS["three"], fractions, strict=True)))
-    check_blend(batch, laws("three"), np.array(fractions))
+def test_of_two_samplers_with_priorities_the_first_one_tells_its_figures():
+    buffer, state = filled("two trees")
+    mean = jax.device_get(metrics(buffer, state))["mean_priority"]
+    np.testing.assert_allclose(mean, PRIORITY.mean(), rtol=1e-5)  # its alpha is 1
+    members = {name: (jr.Prioritized(beta=beta), 1) for name, beta in (("a", 0.2), ("b", 0.9))}
+    assert jr.blend(**members).beta == 0.2
 
 
 class FirstRow(jr.samplers.Sampler):
@@ -174,25 +159,33 @@ def test_parameters_of_a_call_reach_the_parts_of_a_blend():
     assert got[4:] == [[4, 4, 4, 8], [8] * 4]
 
 
-def test_parts_are_the_next_whole_numbers_and_their_mean_is_the_fraction():
-    """Members may draw more than are taken: each of their places is taken equally often."""
+def test_parts_are_the_next_whole_numbers_and_their_mean_is_the_fraction(monkeypatch):
+    """Of all random bits that matter: 1,024 offsets, and 112 that choose places. Members may draw
+    more than are taken: each of their places is taken equally often."""
     fractions, sizes = np.float32([0.21, 0.0, 0.79]), (7, 3, 16)
-    keys = jax.random.split(jax.random.key(0), KEYS)
-    share = jax.vmap(lambda key: shares(fractions, sizes, 16, key))
-    source, place = jax.device_get(jax.jit(share)(keys))
+
+    @jax.jit
+    @jax.vmap
+    def share(*words):
+        monkeypatch.setattr(random, "words", lambda *_: [word[None] for word in words])
+        return shares(fractions, sizes, 16, jax.random.key(0))
+
+    offset, place = (x.ravel() for x in np.meshgrid(np.arange(1024.0), np.arange(112) + 0.5))
+    words = np.uint32(offset * 2**22), np.uint32(place / 112 * 2**32)
+    source, place = jax.device_get(share(*words))
     counts = np.stack([(source == number).sum(axis=1) for number in range(3)])
     assert (np.diff(source, axis=1) >= 0).all()
     assert set(counts[0]) == {3, 4}
     assert not counts[1].any()
-    assert abs(counts[0].mean() - 3.36) < 0.04
+    assert abs(counts[0].mean() - 3.36) <= 0.5 / 1024
     for number, size in ((0, 7), (2, 16)):
         at = np.where(source == number, place, -1)
-        check(np.bincount(at[at >= 0], minlength=size), np.full(size, 1 / size))
+        assert len(set(np.bincount(at[at >= 0], minlength=size))) == 1
         at = np.sort(at, axis=1)
         assert ((np.diff(at, axis=1) > 0) | (at[:, 1:] < 0)).all()  # no place comes twice
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 256, 16_384])
+@pytest.mark.parametrize("batch_size", [3, 16_384])
 def test_whole_numbers_are_exact_at_every_offset(batch_size):
     fractions = np.float32([0.25, 0.5, 0.25]) if batch_size > 3 else np.float32([0, 1, 0])
     keys = jax.random.split(jax.random.key(1), 64)
@@ -250,43 +243,35 @@ NESTED = {
 def test_nested_samplers_keep_what_they_know(name, tmp_path):
     """Through a drop of nothing, another capacity, and a checkpoint."""
     sizes = {"num_envs": 1, "batch_size": 4, "autoreset": "same_step_no_final_obs"}
-    buffer = jr.transitions(capacity=16, **sizes, sampler=NESTED[name])
+    make = lambda capacity, sampler: jr.transitions(capacity=capacity, **sizes, sampler=sampler)
+    buffer, larger = (make(capacity, NESTED[name]) for capacity in (16, 32))
+    single, rows = make(16, by(1.0)), np.arange(16)
+    has_priorities = "Prioritized" in repr(NESTED[name])
     steps = plain_step(np.arange(12.0, dtype=np.float32)[:, None])
-    state = extend(buffer, buffer.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
-    rows, had = np.arange(16), get(buffer, state, np.arange(16))
-    if has_priorities := "Prioritized" in repr(NESTED[name]):
-        index = jax.tree.map(lambda leaf: leaf[:3], had.index)
-        state = update(buffer, state, index, np.float32([9, 5, 2]))
-    draw = pop if isinstance(buffer.sampler, jr.OnlineQueue) else sample
-    draw(buffer, state, jax.random.key(0))
-    expected = np.asarray(get(buffer, state, rows).probability)
+
+    @jax.jit
+    def run():
+        state = begun(buffer, steps)
+        if has_priorities:
+            index = buffer.get(state, rows[:3]).index
+            state = buffer.update_priorities(state, index, np.float32([9, 5, 2]))
+        others = (
+            (buffer, buffer.drop(state, np.zeros(1, bool))),
+            (larger, larger.adopt(state)),
+            (single, single.adopt(state)),
+        )
+        draw(buffer, state, jax.random.key(0))
+        return state, [one.get(its, rows).probability for one, its in ((buffer, state), *others)]
+
+    state, (expected, *found, there) = run()
     assert expected.sum() == pytest.approx(1, rel=1e-5)
-    larger = jr.transitions(capacity=32, **sizes, sampler=NESTED[name])
-    single = jr.transitions(capacity=16, **sizes, sampler=by(1.0))
     checkpointer = Checkpointer(tmp_path, buffer)
     checkpointer.save(state)
-    example = jax.tree.map(lambda leaf: leaf[0, 0], steps)
-    for other, its in (
-        (buffer, jax.jit(buffer.drop)(state, np.zeros(1, bool))),
-        (larger, adopt(larger, state)),
-        (buffer, checkpointer.restore(example)),
-    ):
-        np.testing.assert_allclose(get(other, its, rows).probability, expected, rtol=1e-5)
-    there = get(single, adopt(single, state), rows).probability
+    restored = checkpointer.restore(nth(steps, (0, 0)))
+    for got in (*found, get(buffer, restored, rows).probability):
+        np.testing.assert_allclose(got, expected, rtol=1e-5)
     if has_priorities:  # the first of them
         assert there[0] / there[1] == pytest.approx(9 / 5, rel=1e-5)
-
-
-def test_a_member_without_rows_gives_invalid_items():
-    sampler = jr.blend(uniform=(jr.Uniform(), 0.5), priority=(jr.Prioritized(), 0.5))
-    buffer = jr.items(capacity=8, batch_size=4, sampler=sampler)
-    state = buffer.init(jnp.float32(0))
-    assert not sample(buffer, state, jax.random.key(0)).is_valid.any()
-    ones = np.ones((3, 1), np.float32)
-    state = extend(buffer, state, ones, priority=0 * ones)
-    batch = sample(buffer, state, jax.random.key(0))
-    assert batch.is_valid.tolist() == [True, True, False, False]
-    np.testing.assert_allclose(batch.probability, [1 / 6, 1 / 6, 0, 0])
 
 
 def test_a_buffer_can_be_sampled_if_a_part_gives_items():
@@ -301,6 +286,7 @@ def test_a_buffer_can_be_sampled_if_a_part_gives_items():
             assert can_sample(buffer, state)
             state, batch = pop(buffer, state, jax.random.key(0))
             assert batch.is_valid.tolist() == [True, True, True, False]
+            np.testing.assert_allclose(batch.probability, [1 / 3, 1 / 3, 1 / 3, 0])
         else:
             assert not sample(buffer, state, jax.random.key(0)).is_valid.any()
         assert not can_sample(buffer, state)
@@ -315,7 +301,7 @@ def test_a_part_without_rows_counts_as_little_as_one_without_priorities():
     sizes = {"capacity": 16, "batch_size": 4, "autoreset": "same_step_no_final_obs"}
     buffer = jr.transitions(**sizes, sampler=sampler)
     steps = plain_step(np.arange(3.0, dtype=np.float32)[:, None])
-    state = extend(buffer, buffer.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
+    state = extend(buffer, buffer.init(nth(steps, (0, 0))), steps)
     assert not can_sample(buffer, state)
     assert not sample(buffer, state, jax.random.key(0)).is_valid.any()
 
@@ -371,18 +357,29 @@ def test_an_online_queue_gives_each_row_once_then_those_of_its_sampler():
     assert len(taken) == len(set(taken)) > 50
 
 
-def test_the_rest_of_a_batch_has_the_law_of_the_sampler():
-    """A stratified sampler draws a whole batch, of which a part is taken: none of its strata is
-    preferred."""
-    sampler = jr.OnlineQueue(sampler=jr.Prioritized(alpha=1.0))
-    buffer = jr.items(capacity=64, num_envs=2, batch_size=BATCH, sampler=sampler)
-    state = extend(buffer, buffer.init(jnp.float32(0)), PRIORITY, priority=PRIORITY)
-    for time in range(4):  # 34 rows are new; after three batches four are
-        last, (state, _) = state, pop(buffer, state, jax.random.key(time))
-    keys = jax.random.split(jax.random.key(7), KEYS)
-    batch = jax.jit(jax.vmap(lambda key: buffer.pop(last, key)[1]))(keys)
-    rest = np.asarray(batch.index.row)[:, 4:].ravel()
-    check(np.bincount(rest, minlength=64), laws("one")[0])
+class InOrder(FirstRow):
+    """Sample the first rows, in their order."""
+
+    takes = ()
+
+    def sample(self, state, sampleable, key, batch_size):
+        row = jnp.arange(batch_size)
+        return jr.samplers.Draw(state, row, jnp.full(batch_size, 0.1))
+
+
+def test_the_rest_of_a_batch_is_taken_evenly_of_a_whole_batch():
+    """A stratified sampler has an item of each part of the mass: none of these is preferred."""
+    buffer = jr.items(capacity=64, batch_size=BATCH, sampler=jr.OnlineQueue(sampler=InOrder()))
+
+    @jax.jit
+    def run(keys):
+        state = buffer.extend(buffer.init(0.0), jnp.arange(4.0)[:, None])
+        return jax.vmap(lambda key: buffer.pop(state, key)[1].index.row)(keys)
+
+    rows = np.asarray(run(jax.random.split(jax.random.key(7), KEYS)))
+    assert (rows[:, :4] == np.arange(4)).all()
+    assert (np.diff(rows[:, 4:], axis=1) > 0).all()
+    check(np.bincount(rows[:, 4:].ravel(), minlength=BATCH), np.full(BATCH, 1 / BATCH))
 
 
 class DreamerRule:
@@ -441,7 +438,7 @@ def test_an_online_queue_with_the_period_of_its_sequences_is_that_of_dreamer():
             seen = batch.experience.obs[:, 0], rows, buffer.metrics(state), buffer.can_add(state)
             return jax.tree.map(lambda a, b: jnp.where(takes, a, b), taken, state), seen
 
-        state = buffer.init(jax.tree.map(lambda x: x[0, 0], steps))
+        state = buffer.init(nth(steps, (0, 0)))
         return jax.lax.scan(go, state, (jnp.arange(num_steps), steps, takes))[1]
 
     obs, rows, figures, has_room = jax.device_get(run(steps, takes))
@@ -496,14 +493,14 @@ def test_every_third_row_stays_new_in_another_buffer(tmp_path):
     sizes = ONLINE | {"num_envs": 1, "sampler": jr.OnlineQueue(period=3)}
     buffer, larger = (jr.transitions(capacity=size, **sizes) for size in (16, 32))
     steps = plain_step(np.arange(15.0, dtype=np.float32)[:, None])
-    at = lambda *part: jax.tree.map(lambda leaf: leaf[slice(*part)], steps)
-    state = extend(buffer, buffer.init(jax.tree.map(lambda x: x[0, 0], steps)), at(9))
+    at = lambda *part: nth(steps, slice(*part))
+    state = extend(buffer, buffer.init(nth(steps, (0, 0))), at(9))
     assert metrics(buffer, state)["num_new"] == 3
     state, batch = pop(buffer, state, jax.random.key(0))
     assert batch.experience.obs[:3].tolist() == [0, 3, 6]
     checkpointer = Checkpointer(tmp_path, buffer)
     checkpointer.save(state)
-    example = jax.tree.map(lambda leaf: leaf[0, 0], steps)
+    example = nth(steps, (0, 0))
     for one, its in (
         (buffer, state),
         (larger, adopt(larger, state)),
@@ -584,10 +581,10 @@ def test_members_of_a_mixture_may_have_fractions_of_a_call():
     for part in (0.0, 0.3, 1.0):
         batch = jax.device_get(many(keys, part))
         assert (batch.source == (batch.experience < 0)).all()
-        assert abs((batch.source == 0).mean() - part) < 0.01
+        assert abs((batch.source == 0).mean() - part) < 0.02
         mine = batch.experience[batch.source == 0]
         check(np.bincount(np.int32(mine), minlength=9)[1:], values[:, 0] / values.sum())
-    batch = jax.device_get(jax.tree.map(lambda leaf: leaf[0], many(keys, 0.3)))
+    batch = jax.device_get(nth(many(keys, 0.3), 0))
     new = np.full(8, 100, np.float32)
     states = jax.jit(mixture.update_priorities)(states, batch.index, new)
     updated = get(ours, states["one"], np.arange(8)).probability > 50 / 500

@@ -1,4 +1,4 @@
-"""Prioritized sampling: its distribution, and the effects of hostile input. Random histories with
+"""Prioritized sampling: strata, weights, and the effects of hostile input. Random histories with
 bad priorities, duplicates and late updates are in `storage/test_oracle_streams.py`."""
 
 import jax
@@ -10,7 +10,7 @@ import jaxreplay as jr
 from jaxreplay.targets import importance_weights
 from tests.samplers.test_laws import check as check_law
 from tests.support.buffers import bits
-from tests.support.sampling import add, sample, step_of
+from tests.support.sampling import sample, step_of
 from tests.support.steps import nth, plain_step
 
 NUM_ENVS, LENGTH = 50, 4
@@ -70,25 +70,12 @@ def check_is_stale(buffer, state, index):
     assert bits(after.replace(num_stale_updates=())) == bits(before.replace(num_stale_updates=()))
 
 
-@pytest.mark.parametrize("alpha", [0.7, 0.0])
-def test_independent_draws_follow_the_law(alpha):
-    """With alpha 0, positive priorities are equally probable, and zeros are never sampled."""
-    priority = np.random.default_rng(0).gamma(1.0, size=40)
-    priority[7] = 0
-    mass = np.where(priority > 0, priority**alpha, 0)
-    buffer, state = make_buffer(priority, alpha=alpha)
-    batch = jax.device_get(sample(buffer, state, jax.random.key(0), 300_000))
-    expected, stream = mass / mass.sum(), batch.index.row // LENGTH
-    check_law(np.bincount(stream, minlength=40), expected)
-    np.testing.assert_allclose(batch.probability, expected[stream], rtol=1e-5)
-
-
 def test_a_stratified_batch_has_one_draw_in_each_part_of_the_mass_and_is_right_on_average():
     priority = np.random.default_rng(1).gamma(0.3, size=NUM_ENVS)
     priority[3] = 0
     buffer, state = make_buffer(priority, stratified=True)
     draw = lambda seed: buffer.sample(state, jax.random.key(seed), 23).index.row // LENGTH
-    stream = np.asarray(jax.jit(jax.vmap(draw))(np.arange(6000)))
+    stream = np.asarray(jax.jit(jax.vmap(draw))(np.arange(2000)))
     law, parts = priority / priority.sum(), np.arange(23) / 23
     ends = np.cumsum(law)
     assert ((ends - law)[stream] < parts + 1 / 23 + 1e-6).all()
@@ -148,24 +135,6 @@ def test_new_rows_get_the_priority_that_is_asked_for(n_step):
     np.testing.assert_allclose(added[:num], expected / expected.sum(), rtol=1e-6)
     np.testing.assert_allclose(adopted[:num], np.full(num, 1 / num), rtol=1e-6)
     assert largest == 90
-
-
-@pytest.mark.parametrize("lap", [0, 2**32 - 1])
-def test_an_index_is_stale_after_a_lap_and_after_a_clear(lap):
-    """Each row number names another step after a full lap, also where the laps wrap around."""
-    buffer, state = make_buffer([1.0, 2.0])
-    state = state.replace(counters=state.counters.set(lap=np.uint32(lap)))
-    late = index_of(buffer, state, [0, 1, 0, 1])
-    for _ in range(LENGTH):
-        state = add(buffer, state, nothing)
-    check_is_stale(buffer, state, late)
-    now = index_of(buffer, state, [0, 1, 0, 1])
-    assert now.lap.tolist() == [(lap + 1) % 2**32] * 4
-    assert np.asarray(get(buffer, state, now).is_valid).all()
-    state = clear(buffer, state)
-    for _ in range(2 * LENGTH + 1):
-        state = add(buffer, state, nothing)
-        check_is_stale(buffer, state, now)
 
 
 def test_counters_of_what_was_ignored_stay_at_their_maximum():
