@@ -73,8 +73,8 @@ $(OLDEST)/installed:
 	touch $@
 
 FEW := tests/buffers/test_contract.py tests/storage/test_oracle_streams.py tests/checkpoint/test_checkpoint.py
-# Contracts and checkpoints of three buffers, and the oracle of three configurations, two of which also as on a GPU or a TPU.
-QUICK := (test_contract or goes_on_to_the_last_bit) and (items] or steps]) or test_layers or 3-2-5-True or 3-2-6-False or 1-1-2-True
+# Contracts and checkpoints of three buffers, and the oracle of three configurations, as on a CPU, a GPU and a TPU.
+QUICK := (test_contract or goes_on_to_the_last_bit) and (items] or steps]) or test_layers or config9- or config6- or config3-
 quick: ruff $(OLDEST)/installed
 	PYTHONPATH=$(CURDIR) $(OLDEST)/bin/python -W error -c "import jaxreplay"
 	$(BIN)/python $(PYTEST) -k "$(QUICK)" $(FEW) tests/test_layers.py
@@ -100,7 +100,7 @@ mutants: $(VENV)/mutants
 	$(BIN)/python -m tests.mutants $(FILE) --sample $(or $(SAMPLE),40)
 
 # The main buffers with the oldest JAX that they run with.
-OLDEST_TESTS := (next_step] or items] or steps]) and (reused_and_gone or extend_equals or are_the_steps or serialization) or 3-2-5-True or goes_on_to_the_last_bit and items
+OLDEST_TESTS := (next_step] or items] or steps]) and (reused_and_gone or extend_equals or are_the_steps or serialization) or config9- or goes_on_to_the_last_bit and items
 test-oldest: $(OLDEST)/installed
 	PYTHONPATH=$(CURDIR) $(OLDEST)/bin/python $(PYTEST) -k "$(OLDEST_TESTS)" $(FEW)
 
@@ -119,7 +119,7 @@ NEWEST := .venv-python3.12 .venv-python3.13
 	touch $@
 
 COMPAT_TESTS := ((next_step] or items] or steps]) and (reused_and_gone or extend_equals or are_the_steps or serialization or in_place) \
-	or 3-2-5-True or goes_on_to_the_last_bit and items or as_probable and (uniform or steps) or _loop or training_step)
+	or config9- or goes_on_to_the_last_bit and items or as_probable and (uniform or steps) or _loop or training_step)
 compat: $(OLDEST)/installed $(MIDDLE)/installed $(NEWEST:=/installed) $(VENV)/installed
 	set -e; for env in $(OLDEST) $(MIDDLE) $(NEWEST); do $$env/bin/python -c "import sys, jax; print('== Python', sys.version.split()[0], 'jax', jax.__version__)"; \
 	PYTHONPATH=$(CURDIR) JAXREPLAY_CACHE=off $$env/bin/python $(PYTEST) -k "$(COMPAT_TESTS)" $(FEW) tests/buffers/test_in_place.py tests/samplers/test_laws.py tests/compat; done

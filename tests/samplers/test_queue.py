@@ -1,127 +1,15 @@
-"""The queue consumes each row once, streams take turns, and lost rows are counted."""
+"""The queue by hand. A model of lists is in `support/models.py`: it consumes each row once, streams
+take turns, and lost rows are counted."""
 
 import collections
 import itertools
 
 import jax
 import numpy as np
-import pytest
 
 import jaxreplay as jr
 from jaxreplay.samplers.queue import Queue, _turns
-from tests.conftest import ALL
-from tests.support import oracle_views
-from tests.support.sampling import (
-    ADD,
-    BATCH_SIZE,
-    CLEAR,
-    ROOMS,
-    Model,
-    add,
-    check_histories,
-    configs_of,
-    fed,
-    make_buffer,
-    pop,
-    rewards,
-    size,
-    step_of,
-)
-
-
-class QueueModel(Model):
-    """The oracle's rows that were consumed or lost, and the count of the lost ones."""
-
-    def __init__(self, config, start):
-        super().__init__(config, start)
-        self.done, self.lost = set(), start
-        self.uses = collections.defaultdict(int)
-        self.is_cleared, self.has_asked, self.num_empty = False, True, 0
-
-    def left(self, **window):
-        return [one for one in self.candidates(**window) if self.row(*one) not in self.done]
-
-    def probabilities(self):
-        return {self.number(*one): self.row(*one) not in self.done for one in self.candidates()}
-
-    def check(self, seen):
-        super().check(seen)
-        rows_per_step = 2 if self.config.autoreset == "same_step" else 1
-        rooms = [self.has_room(num_steps * rows_per_step) for num_steps in ROOMS]
-        assert [bool(room) for room in seen["has_room"]] == rooms
-        self.now_has_room = rooms[0]
-
-    def has_room(self, num_rows):
-        before, waiting = self.config.window["before"], self.left(after=0)
-        for env, rows in enumerate(self.oracle.streams):
-            needed = len(rows) - (before or 0)
-            mine = [index for stream, index in waiting if stream == env]
-            if mine:
-                first, _ = oracle_views.spans(self.oracle, rows)[mine[0]]
-                needed = first if before is None else max(first, mine[0] - before)
-            if len(rows) + num_rows - self.config.length > needed:
-                return False
-        return True
-
-    def take(self, seen):
-        taken, most = [], self.config.sampler.max_uses
-        for use in range(most):
-            left = [one for one in self.left() if self.uses[self.row(*one)] == use]
-            streams = [
-                [one for one in left if one[0] == env] for env in range(self.config.num_envs)
-            ]
-            turns = [one for turn in itertools.zip_longest(*streams) for one in turn]
-            turns = [one for one in turns if one is not None]
-            taken += sorted(turns[: BATCH_SIZE - len(taken)])
-        self.num_empty += not taken
-        if taken:
-            self.count_lost()
-        for one in taken:
-            self.uses[self.row(*one)] += 1
-        self.done |= {self.row(*one) for one in taken if self.uses[self.row(*one)] == most}
-        self.check_batch(seen["batch"], taken)
-        assert seen["batch"].probability.tolist() == seen["batch"].is_valid.tolist()
-        assert seen["sampler"].lost == min(self.lost, 2**32 - 1)
-
-    def count_lost(self):
-        stored, self.oracle.length = self.oracle.length, 10**9
-        ever = self.left(before=0, after=0)
-        self.oracle.length = stored
-        gone = {self.row(*one) for one in set(ever) - set(self.left(after=0))}
-        new = {row for row in gone if not self.uses[row]}
-        self.lost += 0 if self.is_cleared else len(new)
-        self.done |= gone
-        assert not (gone and self.has_asked)  # a producer that asks loses nothing
-        self.is_cleared = False
-        # Further rows of an episode whose first rows are lost will be lost as well.
-        self.has_asked |= self.config.window["before"] is not None
-
-    def before_a_drop(self):
-        was_cleared = self.is_cleared
-        self.count_lost()
-        self.is_cleared = was_cleared
-
-    def after(self, operation):
-        self.is_cleared |= operation == CLEAR
-        self.has_asked &= operation != ADD or self.now_has_room
-
-
-CONFIGS = configs_of(Queue())
-REUSED = configs_of(Queue(max_uses=3), Queue(max_uses=2))
-
-
-@pytest.mark.parametrize(
-    "config", [*CONFIGS, *REUSED] if ALL else [*CONFIGS[:4], REUSED[0], REUSED[1], REUSED[4]]
-)
-def test_the_queue_agrees_with_a_model_of_lists(config):
-    models = check_histories(config, QueueModel)
-    if config == CONFIGS[0]:  # some rows were lost, past the counter's maximum, or all consumed
-        assert any(model.lost > 2**32 - 1 for model in models)
-        assert any(model.num_empty for model in models)
-
-
-def test_a_population_of_queues_agrees_with_its_models():
-    check_histories(CONFIGS[4], QueueModel, together=True)
+from tests.support.sampling import add, fed, make_buffer, pop, rewards, size, step_of
 
 
 def test_streams_take_turns():

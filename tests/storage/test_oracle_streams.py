@@ -1,219 +1,341 @@
-"""Random streams against the oracle: masks, ends, truncations, wraps, blocks, clears and priority
-updates, hostile ones too."""
+"""Buffers of all kinds beside models of lists: random histories of all operations, with wraps,
+masks, ends, truncations, blocks and hostile priorities.
+
+One configuration covers many pairs of a view, a sampler, a form of autoreset, an operation, and so
+on; together they cover all pairs but those of view and sampler, which `make test-all` has, too.
+"""
 
 import dataclasses
 import functools
 import itertools
+import random
 
-import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxreplay as jr
-from tests.conftest import ALL, SOAK
-from tests.support.histories import go_through, histories, long_episodes
-from tests.support.oracle import Oracle
+from jaxreplay.samplers import ConsumingSampler
+from jaxreplay.views.item import Item
+from tests.conftest import ALL, PLATFORM, SOAK
+from tests.support import models, oracle_views
+from tests.support.histories import KINDS, go_through
+from tests.support.items import CHECKS
+from tests.support.oracle import SHARES, Oracle
+from tests.support.steps import nth
 
-FORMS = jr.autoreset.FORMS
-# At most 39 rows are sampleable, with priorities within a factor of 25: a batch misses one of them
-# in at most 1 of 10^4 runs.
-DRAWS = 512
+
+def reward_of(achieved, goal, step):
+    return jnp.abs(achieved[0] - goal[0]) + 100 * step.reward
 
 
-def step(config, fields):
-    """Return a step of the oracle's fields, with two leaves of an observation."""
+def reached(achieved, goal, step):
+    return achieved[0] == goal[0]
 
-    def obs_of(values):
-        obs = values.astype(np.float32)
-        return {"x": obs, "image": np.stack([obs, obs], -1).astype(np.uint8)}
 
-    return jr.Step(
-        obs=obs_of(fields["obs"]),
-        action=fields["action"].astype(np.int32),
-        reward=fields["reward"].astype(np.float32),
-        terminated=fields["terminated"],
-        truncated=fields["truncated"],
-        final_obs=obs_of(fields["final_obs"]) if config.autoreset == "same_step" else None,
-        extras={"id": fields["action"].astype(np.int16)},
+def steps(n):
+    return jr.views.TransitionView(n_step=n, gamma=0.5)  # exact powers
+
+
+def with_goals(strategy, n=1, terminated_fn=None, unfinished=False):
+    return jr.views.Hindsight(
+        inner=steps(n),
+        reward_fn=reward_of,
+        terminated_fn=terminated_fn,
+        strategy=strategy,
+        unfinished=unfinished,
+        relabel_fraction=0.7,
     )
+
+
+sequence, stack, chunk, pair = (
+    jr.views.SequenceView,
+    jr.views.FrameStack,
+    jr.views.ChunkView,
+    jr.views.FutureView,
+)
+# Kinds of views and samplers, each with parameters that its configurations have in turn.
+VIEWS = {
+    "item": (Item(),),
+    "steps": tuple(map(steps, (1, 3, 10, 2))),
+    "sequence": (
+        sequence(length=3, burn_in=2),
+        sequence(length=1, period=2, cross_episodes=True),
+        sequence(length=7, burn_in=4, recurrent_state_key="id"),
+        sequence(length=2, burn_in=1, period=6, recurrent_state_key="id", cross_episodes=True),
+        sequence(length=3, period=2),
+    ),
+    "stack": (
+        stack(num_frames=4, inner=steps(3), pad="repeat", key="image", axis=-1),
+        stack(num_frames=2, inner=sequence(length=3, burn_in=2), pad="zero", axis=0),
+        stack(num_frames=3, inner=steps(1), pad="zero", axis=0),
+        stack(num_frames=8, inner=steps(1), pad="repeat", key="image", axis=0),
+    ),
+    "chunk": (
+        chunk(obs=(-3, -1, 0, 2), action=(-2, -1, 0, 1, 5), pad="zero"),
+        chunk(obs=(-1, 0), action=4, pad="repeat"),
+        chunk(obs=(0,), action=1, pad="zero"),
+    ),
+    "pair": (pair(gamma=0.9), pair(gamma=0.9, max_terminals=2), pair(gamma=0.9, unfinished=True)),
+    "goals": (
+        with_goals("future", 2, reached, unfinished=True),
+        with_goals("final"),
+        with_goals("episode", 2, reached),
+        with_goals("random", 3),
+        with_goals("episode", unfinished=True),
+        with_goals("future", 3),
+    ),
+}
+SAMPLERS = {
+    "uniform": (jr.Uniform(), *(jr.Newest(num_rows=one) for one in (6, 1, 100))),
+    "prioritized": (
+        jr.Prioritized(alpha=0.5, stratified=False),
+        jr.Prioritized(alpha=0.7),
+        jr.Prioritized(alpha=0.0),
+    ),
+    "recent": tuple(jr.Recent(decay=one) for one in (0.9, 0.3, 1.0)),
+    "episodes": (jr.UniformEpisodes(),),
+    "queue": tuple(jr.Queue(max_uses=one) for one in (1, 3, 2)),
+    "passes": (jr.WithoutReplacement(),),
+    "blend": (jr.blend(uniform=(jr.Uniform(), 1), priority=(jr.Prioritized(alpha=0.5), 3)),),
+}
+OPTIONAL = tuple(kind for kind in KINDS if kind not in ("add", "nothing", "pop"))
+FACTORS = {
+    "view": tuple(VIEWS),
+    "sampler": tuple(SAMPLERS),
+    "form": jr.autoreset.FORMS,
+    "num_envs": (3, 1),
+    "agents": (None, len(SHARES)),
+    "platform": ("cpu", "gpu", "tpu"),
+} | dict.fromkeys(("mask", "table", "is_population", *OPTIONAL), (False, True))
+
+
+def fitting(values):
+    """Return values of the factors without those that do not go together."""
+    has = dict(values)
+    if has["view"] == "item":
+        has |= dict.fromkeys(("form", "agents"), None)
+        has |= dict.fromkeys(("table", "drop", "end"), False)
+    if has["view"] == "goals":
+        has["agents"] = None
+        has["form"] = has["form"].replace("_no_final_obs", "")
+    if has["view"] in ("item", "sequence", "chunk") and has["sampler"] == "episodes":
+        has["sampler"] = "uniform"
+    if has["sampler"] not in ("prioritized", "blend"):
+        has["add with priorities"] = has["update"] = False
+    has["add to some"] &= has["mask"] or has["form"] == "same_step"
+    return has
+
+
+def cover():
+    """Yield values of the factors that together have all pairs: of random ones always those with
+    the most new pairs for what they take to compile."""
+    r, left, number, pool = random.Random(2), 0, {}, []
+    for _ in range(1000):
+        values = fitting({name: r.choice(every) for name, every in FACTORS.items()})
+        pairs = 0
+        has = [item for item in values.items() if item[0] not in OPTIONAL or item[1]]
+        for two in itertools.combinations(has, 2):
+            if ALL or {name for name, _ in two} != {"view", "sampler"}:
+                pairs |= 1 << number.setdefault(two, len(number))
+        pool.append((values, pairs, 8 + sum(values[kind] for kind in OPTIONAL)))
+        left |= pairs
+    while left:
+        gain = lambda one: (one[1] & left).bit_count() / one[2]  # noqa: B023
+        values, pairs, _ = max(pool, key=gain)
+        left &= ~pairs
+        yield values
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    autoreset: str
-    allow_mask: bool
-    n_step: int
+    view: object
+    sampler: object
+    operations: tuple[str, ...]
+    form: str | None
     num_envs: int
-    length: int
-    prioritized: bool
-    platform: str | None = None
-
-    step = step
+    agents: int | None
+    platform: str
+    spare: int  # rows of a stream beyond the shortest that there is
+    mask: bool
+    table: bool
+    is_population: bool
+    has_metrics: bool
 
     @functools.cached_property
-    def replay(self):
-        shared = {
-            "capacity": self.num_envs * self.length,
-            "num_envs": self.num_envs,
-            "batch_size": DRAWS,
-            "autoreset": self.autoreset,
-            "n_step": self.n_step,
-            # exact powers: rewards are sums of small integers, so every target is exact in float32
-            "gamma": 0.5,
-            "allow_mask": self.allow_mask,
-            "allow_write": self.n_step > 1,
-            "platform": self.platform,
-        }
-        if self.prioritized:
-            return jr.prioritized(**shared, alpha=0.5, stratified=False)
-        return jr.uniform(**shared)
-
-    def oracle(self):
-        return Oracle(
+    def buffer(self):
+        window = self.view.window
+        sampler, consumes = self.sampler, isinstance(self.sampler, ConsumingSampler)
+        if isinstance(sampler, jr.UniformEpisodes) and (window.before, window.after) == (0, 1):
+            sampler = jr.UniformEpisodes(unfinished=True)
+        rows = 2 if self.form == "same_step" else 1
+        return jr.ReplayBuffer(
+            capacity=self.num_envs * (sampler.window(window).length - 1 + rows + self.spare),
             num_envs=self.num_envs,
-            length=self.length,
-            autoreset=self.autoreset,
-            n_step=self.n_step,
-            gamma=0.5,
+            batch_size=4 if consumes else 256,
+            sampler=sampler,
+            view=self.view,
+            autoreset=self.form,
+            allow_mask=self.mask,
+            allow_write="write" in self.operations or "map rows" in self.operations,
+            track_episodes=self.table,
+            num_agents=self.agents,
+            platform=PLATFORM or self.platform,
         )
 
-    def observe(self, state, key):
-        sampler = state.sampler
-        names = ("max_priority", "num_bad_priorities", "num_stale_updates")
-        return {
-            "size": self.replay.size(state),
-            "can_sample": self.replay.can_sample(state),
-            "rows": self.replay.get(state, jnp.arange(self.replay.capacity)),
-            "batch": self.replay.sample(state, key),
-            "metrics": self.replay.metrics(state),
-            "sampler": {name: getattr(sampler, name) for name in names if self.prioritized},
-        }
+    def oracle(self):
+        names = ("before", "after", "crosses_episodes", "period")
+        names += ("needs_final_obs", "needs_next_obs")
+        inner = self.view
+        while hasattr(inner, "inner"):
+            inner = inner.inner
+        return Oracle(
+            num_envs=self.num_envs,
+            length=self.buffer.length,
+            autoreset=self.form or "same_step_no_final_obs",
+            n_step=getattr(inner, "n_step", 1),
+            gamma=0.5,
+            window={name: getattr(self.buffer.window, name) for name in names},
+            agents=self.agents or 0,
+        )
 
-    def check(self, oracle, observed, is_asked):
+    def model(self, oracle, start):
+        return models.MODELS[type(self.sampler)](self, oracle, start)
+
+    def rewards(self, reward):
+        """Return the leaves of a reward: with agents, that of each and that of all."""
+        return reward if not self.agents else {"own": reward[..., None] * SHARES, "team": reward}
+
+    def step(self, fields):
+        """Return a step, or an item, of the oracle's fields. A goal is the negative of the
+        observation."""
+        if isinstance(self.view, Item):
+            return {"x": fields["obs"], "reward": fields["reward"]}
+
+        def obs_of(x):
+            obs = {"x": x, "image": np.stack([x, x], -1).astype(np.uint8)}
+            if isinstance(self.view, jr.views.Hindsight):
+                obs |= {"achieved_goal": x[..., None] % 3, "desired_goal": -x[..., None]}
+            return obs
+
+        return jr.Step(
+            obs=obs_of(fields["obs"]),
+            action=fields["action"],
+            reward=self.rewards(fields["reward"]),
+            terminated=fields["terminated"],
+            truncated=fields["truncated"],
+            final_obs=obs_of(fields["final_obs"]) if self.form == "same_step" else None,
+            extras={"id": fields["action"].astype(np.int16)},
+        )
+
+    def observe(self, state, batch, sampler, key):
+        buffer, rows = self.buffer, jnp.arange(self.buffer.capacity)
+        keys = jax.random.split(key, 2 if buffer.view.is_random else 1)
+        seen = {
+            "size": buffer.size(state),
+            "can_sample": buffer.can_sample(state),
+            "rows": jax.vmap(lambda key: buffer.get(state, rows, key))(keys),
+            "batch": batch,
+            "sampler": models.MODELS[type(self.sampler)].seen(sampler),
+        }
+        if self.table:
+            table = buffer.episode_table(state)
+            seen["table"] = table.steps_to_end(rows), table.steps_from_start(rows)
+        if buffer.allow_write:
+            seen["num_ignored_writes"] = state.counters.num_ignored_writes.sum()
+        if self.has_metrics:
+            seen["metrics"] = buffer.metrics(state)
+        if isinstance(buffer.sampler, ConsumingSampler):
+            seen["has_room"] = jnp.array([buffer.can_add(state, num) for num in models.ROOMS])
+        return seen
+
+    def check(self, model, seen, is_asked, where=None):
         """Compare the buffer with the oracle; return the oracle's row of each sampled item."""
-        sampleable, rows, batch = oracle.sampleable(), observed["rows"], observed["batch"]
-        assert observed["size"] == len(sampleable)
-        assert set(np.flatnonzero(rows.is_valid)) == set(sampleable)
+        oracle, rows, batch = model.oracle, seen["rows"], seen["batch"]
+        candidates = {oracle.number(*one): one for one in oracle.candidates()}
+        probabilities = model.probabilities()
+        size = model.size(probabilities)
+        assert seen["size"] == size
+        assert seen["can_sample"] == (size > 0 and any(probabilities.values()))
+        for valid in rows.is_valid:
+            assert set(np.flatnonzero(valid)) == set(candidates)
         drawn = [
-            sampleable[row][0] if is_valid else None
+            oracle.row(*candidates[row]) if is_valid else None
             for row, is_valid in zip(batch.index.row.tolist(), batch.is_valid, strict=True)
         ]
         if not is_asked:
             return drawn
-        ignored = observed["metrics"].get("num_ignored_writes", 0)
-        assert ignored == oracle.num_ignored_writes
-        check_items(rows.experience, {row: one for row, (_, one) in sampleable.items()})
-        positive = self._check_priorities(oracle, observed) if self.prioritized else set(sampleable)
-        assert observed["can_sample"] == bool(positive)
-        assert batch.is_valid.all() == batch.is_valid.any() == bool(positive)
-        for leaf in jax.tree.leaves((batch.experience, batch.probability)):
-            assert np.isfinite(leaf).all()
-        if positive:
-            assert set(batch.index.row) == positive
-            jax.tree.map(
-                lambda got, stored: np.testing.assert_array_equal(got, stored[batch.index.row]),
-                batch.experience,
-                rows.experience,
-            )
-            np.testing.assert_allclose(
-                batch.probability, rows.probability[batch.index.row], rtol=1e-6
-            )
+        expected = np.zeros(self.buffer.capacity)
+        expected[list(probabilities)] = list(probabilities.values())
+        np.testing.assert_allclose(rows.probability, [expected] * len(rows.is_valid), rtol=1e-5)
+        leaves, structure = jax.tree.flatten(rows.experience)
+        for (row, one), which in itertools.product(candidates.items(), range(len(rows.is_valid))):
+            item = structure.unflatten([leaf[which, row] for leaf in leaves])
+            CHECKS[type(self.view)](self, oracle, *one, item)
+        if isinstance(rows.experience, jr.SequenceBatch):  # a loss may use the mask alone
+            assert not rows.experience.mask[~rows.is_valid].any()
+        model.check_batch(seen, probabilities)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(batch.experience))
+        if not self.buffer.view.is_random:
+            row, stored = batch.index.row[batch.is_valid], nth(rows.experience, 0)
+            same = lambda got, all_: np.testing.assert_array_equal(got[batch.is_valid], all_[row])
+            jax.tree.map(same, batch.experience, stored)
+        if self.table:
+            self._check_table(oracle, seen["table"])
+        if self.buffer.allow_write:
+            assert seen["num_ignored_writes"] == oracle.num_ignored_writes
+        if self.has_metrics:
+            self._check_metrics(oracle, seen)
         return drawn
 
-    def _check_priorities(self, oracle, observed):
-        """Return the rows of positive priority."""
-        expected, rows = oracle.probabilities(alpha=0.5), observed["rows"]
-        for row, probability in expected.items():
-            np.testing.assert_allclose(rows.probability[row], probability, rtol=1e-5)
-        for name, value in observed["sampler"].items():
-            assert value == np.float32(getattr(oracle, name)), name
-        positive = {row for row, probability in expected.items() if probability > 0}
-        smallest = min((expected[row] for row in positive), default=1.0)
-        for row in positive:
-            weight = (smallest / expected[row]) ** 0.4
-            np.testing.assert_allclose(rows.weight[row], weight, rtol=1e-5)
-        return positive
+    def _check_table(self, oracle, table):
+        for env, rows in enumerate(oracle.streams):
+            spans = oracle_views.spans(oracle, rows)
+            for position, index in oracle.stored(env):
+                first, last = spans[index] or (index, index)
+                last = len(rows) - 1 if last is None else last
+                found = nth(table, env * oracle.length + position)
+                assert found == (last - index, index - max(first, len(rows) - oracle.length))
+
+    def _check_metrics(self, oracle, seen):
+        metrics = seen["metrics"]
+        assert metrics["size"] == seen["size"]
+        stored = sum(len(oracle.stored(env)) for env in range(self.num_envs))
+        np.testing.assert_allclose(metrics["fill"], stored / self.buffer.capacity, rtol=1e-6)
+        for name in metrics.keys() - {"size", "fill", "mean_priority", "num_new", "num_lost"}:
+            assert metrics[name] == np.float32(getattr(oracle, name)), name
 
 
-def check_items(items, expected):
-    """Compare the items of rows with transitions by row number."""
-    rows = list(expected)
-    of = lambda name: np.array([getattr(expected[row], name) for row in rows])
-    for name in ("action", "reward", "discount", "num_steps"):
-        np.testing.assert_array_equal(getattr(items, name)[rows], of(name))
-    np.testing.assert_array_equal(items.extras["id"][rows], of("action").astype(np.int16))
-    for name in ("obs", "next_obs"):
-        got, x = getattr(items, name), of(name).astype(np.float32)
-        np.testing.assert_array_equal(got["x"][rows], x)
-        image = np.stack([x, x], -1).astype(np.uint8)
-        np.testing.assert_array_equal(got["image"][rows], image)
+def go_together(view, sampler):
+    try:
+        return bool(sampler.window(view.window))
+    except ValueError:
+        return False
 
 
-def _pool():
-    """Yield configurations of all three forms, with and without masks, n from 1 to 10, uniform and
-    prioritized. Streams are at least as long as one window."""
-    shapes = itertools.cycle([(1, 0), (3, 2), (2, 1), (1, 5), (3, 0)])
-    for form, n_step in itertools.product(FORMS, range(1, 11)):
-        num_envs, spare = next(shapes)
-        shortest = n_step + (2 if form == "same_step" else 1)
-        for prioritized in (False, True):
-            allow_mask = bool((n_step + prioritized) % 2)
-            yield Config(form, allow_mask, n_step, num_envs, shortest + spare, prioritized)
-
-
-POOL = tuple(_pool())
-# A configuration takes seconds to compile, a history little to run. So a few configurations go
-# through many histories each; the soak tests all. Each form has four of (n_step, prioritized): with
-# and without priorities and masks, and small, middle and large n.
-_SOME = (
-    ((3, True), (10, False), (1, False), (2, True)),
-    ((1, True), (2, False), (3, False), (10, True)),
-    ((4, False), (7, False), (1, True), (2, True)),
-)
-TRIED = (
-    POOL
-    if SOAK
-    else tuple(
-        POOL[20 * form + 2 * (n - 1) + prioritized]
-        for form, some in enumerate(_SOME)
-        for n, prioritized in some
+def matrix():
+    views, samplers = (
+        {name: itertools.cycle(every) for name, every in all_.items()} for all_ in (VIEWS, SAMPLERS)
     )
-)
-# In the forms of states of other platforms: one configuration of each autoreset.
-ELSEWHERE = tuple(
-    dataclasses.replace(TRIED[at], platform=platform)
-    for platform, places in (("gpu", (0, 5, 11)), ("tpu", (3, 4, 10)))
-    for at in places
-    if not SOAK
-)
-
-
-@pytest.mark.parametrize(
-    "config", TRIED + ELSEWHERE, ids=lambda config: "-".join(map(str, dataclasses.astuple(config)))
-)
-def test_streams_agree_with_the_oracle(config):
-    @hypothesis.seed(1000 * SOAK)
-    @hypothesis.settings(max_examples=100 if ALL else 6 if config.platform else 16)
-    @hypothesis.example(long_episodes(config))
-    @hypothesis.given(histories(config))
-    def run(history):
-        go_through(config, history)
-
-    run()
-
-
-def test_the_pool_is_what_it_says():
-    assert len(POOL) <= 60
-    seen = {(c.autoreset, c.allow_mask, c.n_step, c.prioritized) for c in POOL}
-    for form, prioritized in itertools.product(FORMS, (False, True)):
-        mine = {(allow_mask, n) for f, allow_mask, n, p in seen if (f, p) == (form, prioritized)}
-        assert {n for _, n in mine} == set(range(1, 11))
-        assert {allow_mask for allow_mask, _ in mine} == {False, True}
-    for form in FORMS:
-        mine = [c for c in TRIED if c.autoreset == form]
-        assert {(c.prioritized, c.allow_mask) for c in mine} == set(
-            itertools.product((False, True), repeat=2)
+    for number, values in enumerate(cover()):
+        sampler = next(samplers[values["sampler"]])
+        view = next(one for one in views[values["view"]] if go_together(one, sampler))
+        kinds = ["nothing", "add", *(kind for kind in OPTIONAL if values[kind])]
+        kinds += ["pop"] * isinstance(sampler, ConsumingSampler)
+        others = {name: values[name] for name in FACTORS if name not in OPTIONAL}
+        config = Config(
+            **others | {"view": view, "sampler": sampler},
+            operations=tuple(kinds),
+            spare=(0, 3, 14, 1)[number % 4],
+            has_metrics=number % 10 == 0,
         )
-    assert {1, 2, 3, 10} <= {c.n_step for c in TRIED}
+        yield pytest.param(config, id=f"config{number}-{values['view']}-{values['sampler']}")
+
+
+MATRIX = list(matrix())
+
+
+@pytest.mark.parametrize("config", MATRIX)
+def test_buffers_agree_with_models_of_lists(config):
+    go_through(config, range(100 if SOAK else 16 if ALL else 6))

@@ -1,224 +1,243 @@
-"""Random histories of steps, masks, clears and priorities. One program runs a whole history on a
-buffer, and an oracle of lists goes through it afterwards.
+"""Random histories of all operations. One program runs a whole history on a buffer, alone or beside
+others under `vmap`, and an oracle of lists goes through it afterwards.
 
-A configuration is hashable, and has `replay`, `prioritized` (whether priorities are given),
-`oracle()`, `step(fields)`, which makes the buffer's step, `observe(state, key)`, which the program
-returns after each operation, and `check(oracle, observed, is_asked)`.
+A configuration is hashable, and has `buffer`, `operations` (names of `KINDS`), `agents`,
+`is_population`, `oracle()`, `model(oracle, start)`, `step(fields)`, which makes the buffer's step,
+`observe(state, batch, taken, key)`, which the program returns after each operation, and
+`check(model, observed, is_asked)`.
 """
 
 import functools
 import itertools
 
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxreplay.samplers import ConsumingSampler
+from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.types import Index
-from tests.support.steps import nth
+from tests.support.steps import nth, stacked
 
-LENGTH = 64  # operations of a history; the rest are "nothing"
+LENGTH = 64  # operations of a history
 BLOCK = 3  # steps of an `extend`
-RECENT = 8  # samples whose priorities may be updated
+RECENT = 8  # samples whose rows may be changed
 PRIORITIES = (0.0, 0.3, 1.0, 2.5, 7.0, float("nan"), float("inf"), -1.0)
-_ADDS = ("add", "add to some", "add with priorities", "extend")
-KINDS = ("nothing", *_ADDS, "update", "write", "map rows", "drop", "clear")
+ADDS = ("add", "add with priorities", "add to some", "extend")
 OF_SAMPLE = ("update", "write")  # of the rows of an earlier sample
+OF_ENVS = ("drop", "end")
+# how often each comes beside adds, of which the history has a share
+KINDS = {"pop": 6, "update": 4, "write": 3, "nothing": 2, "map rows": 1, "drop": 1, "end": 2}
+KINDS |= {"clear": 0.4} | dict.fromkeys(ADDS, 0)
 
 
-@st.composite
-def histories(draw, config):
-    """Draw a list of operations, each a kind and its arguments; "check" asks for all checks."""
-    envs = {"min_size": config.num_envs, "max_size": config.num_envs}
-    codes = st.lists(st.integers(0, 15), **envs)
-    add = st.tuples(st.just("add"), codes)
-    operations = [add, add, add, st.just(("check",))]
-    operations += [st.tuples(st.just("extend"), st.lists(codes, min_size=BLOCK, max_size=BLOCK))]
-    if config.prioritized:
-        priority = st.sampled_from(PRIORITIES)
-        given = st.lists(priority, **envs)
-        operations[1] = st.tuples(st.just("add with priorities"), codes, given)
-        some = st.lists(priority, min_size=1, max_size=5)
-        operations += [st.tuples(st.just("update"), st.integers(0, RECENT - 1), some)]
-    if not config.replay.layout().lockstep:
-        some = (codes, given) if config.prioritized else (codes,)
-        operations[2] = st.tuples(st.just("add to some"), *some)
-    if config.replay.allow_write:
-        some = st.lists(st.integers(-4, 4).map(float), min_size=1, max_size=5)
-        operations += [st.tuples(st.just("write"), st.integers(0, RECENT - 1), some)]
-    most = min(6 * config.length, LENGTH - 1)
-    history = draw(st.lists(st.one_of(*operations), min_size=1, max_size=most))
-    rare = {"clear": (), "drop": (draw(codes),)} | (
-        {"map rows": ()} if config.replay.allow_write else {}
-    )
-    for kind, arguments in rare.items():
-        if draw(st.integers(0, 7 if kind == "clear" else 1)) == 0:
-            history.insert(draw(st.integers(0, len(history))), (kind, *arguments))
-    return history[:LENGTH]
+def history_of(config, seed):
+    """Return a list of (kind, steps with their masks, further arguments)."""
+    r, oracle, history, clock = np.random.default_rng(seed), config.oracle(), [], 0
+    num_envs, num_agents = config.num_envs, config.agents or 1
+    has_episodes = config.buffer.autoreset is not None
+    adds = [kind for kind in config.operations if kind in ADDS]
+    others = [kind for kind in config.operations if kind not in ADDS]
+    share, often = r.choice([0.4, 0.6, 0.8, 0.93]), np.array([KINDS[kind] for kind in others])
+    masked, ending = r.choice([0.1, 0.4]), has_episodes * r.choice([0.03, 0.12, 0.4])
+    flags = np.zeros((2, num_envs, num_agents), bool)  # of the envs' agents so far
+    for at in range(LENGTH):
+        kind = r.choice(adds) if r.random() < share else r.choice(others, p=often / often.sum())
+        kind = "nothing" if kind in (*OF_SAMPLE, "pop") and not at else kind
+        steps, given = [], None
+        for _ in range(BLOCK if kind == "extend" else 1 if kind in ADDS else 0):
+            clock, owes = clock + 1, np.array([oracle.owes_final_row(e) for e in range(num_envs)])
+            new, later = flags_of(r, flags, owes, ending)
+            mask = None
+            if config.mask or kind == "add to some":
+                # With next-step autoreset, the row after a done is never masked.
+                mask = (r.random(num_envs) >= masked) | owes
+            step = step_of(clock, *(new if config.agents else new[..., 0]))
+            oracle.add(**step, mask=mask)
+            steps.append((step, mask))
+            flags = later if mask is None else np.where(mask[:, None], later, flags)
+        if kind == "add with priorities":
+            given = r.choice(PRIORITIES, num_envs)
+        if kind in OF_ENVS:
+            given = r.random(num_envs) < 0.5
+            flags[:, given] = False
+        if kind in OF_SAMPLE:
+            values = PRIORITIES if kind == "update" else range(-4, 5)
+            new = itertools.cycle(r.choice(values, r.integers(1, 6)).astype(float).tolist())
+            given = (
+                r.integers(min(RECENT, at)),
+                list(itertools.islice(new, config.buffer.batch_size)),
+            )
+        change(oracle, kind, given)
+        history.append((kind, steps, given))
+    return history
 
 
-def long_episodes(config):
-    """Return a history of plain steps, several times around short rings, with an end at each ninth.
-
-    Random histories have short episodes, in which few rows look back to an overwritten one.
-    """
-    return [
-        ("drop", [1] * config.num_envs)
-        if time % 17 == 16
-        else ("check",)
-        if time % 5 == 4
-        else ("add", [2 * (time % 9 == 8)] * config.num_envs)
-        for time in range(LENGTH - 1)
-    ]
+def flags_of(r, flags, owes, ending):
+    """Return flags [2, E, A] of a step of the envs' agents, which end one by one, and the flags of
+    their episodes after it. `owes` are envs whose step is a final row."""
+    ends, is_cut = r.random(flags[0].shape) < ending, r.random(flags[0].shape) < 0.4
+    new = flags | (np.stack([ends & ~is_cut, ends & is_cut]) & ~flags.any(axis=0))
+    new[:, owes] = r.random(new[:, owes].shape) < 0.5  # nobody reads them
+    goes_on = ~new.any(axis=0).all(axis=-1, keepdims=True) & ~owes[:, None]
+    return new, new & goes_on
 
 
-def go_through(config, history):
-    """Run a history on the buffer and on the oracle, and check after each operation."""
-    blocks, arrays = _arrays_of(config, history)
-    observed = jax.device_get(_program(config)(arrays))
-    oracle, drawn = config.oracle(), []
-    for at, (kind, *arguments) in enumerate(history):
-        for step, mask in blocks[at]:
-            given = {"priority": arguments[1]} if len(arguments) > 1 else {}
-            oracle.add(**step, mask=mask, **given)
-        if kind in OF_SAMPLE and arguments[0] < at:
-            change = {"update": oracle.update, "write": oracle.write}[kind]
-            change(drawn[at - 1 - arguments[0]], _cycled(config, arguments[1]))
-        _change(oracle, kind, arguments)
-        is_asked = kind == "check" or at == len(history) - 1
-        drawn.append(config.check(oracle, nth(observed, at), is_asked))
-
-
-def _change(oracle, kind, arguments):
-    """Change the oracle by an operation without steps."""
-    if kind == "drop":
-        oracle.drop(_dropped(arguments[0]))
+def change(oracle, kind, given):
+    """Change the oracle by an operation without steps, and without rows of a sample."""
+    if kind in OF_ENVS:
+        getattr(oracle, kind)(given)
     if kind == "map rows":
-        oracle.map_rows(_opposite)
+        oracle.map_rows(mapped)
     if kind == "clear":
         oracle.clear()
 
 
-def _dropped(codes):
-    return [code & 1 == 1 for code in codes]
+def mapped(reward):
+    return -2 * reward
 
 
-def _opposite(reward):
-    return 1 - reward
-
-
-def _cycled(config, priorities):
-    return list(itertools.islice(itertools.cycle(priorities), config.replay.batch_size))
-
-
-def step_of(clock, codes):
-    """Return a step of every env from four-bit codes of mask, terminated and truncated; all
-    observations differ."""
-    envs = range(len(codes))
+def step_of(clock, terminated, truncated):
+    """Return a step of every env, whose observation differs from all others."""
+    envs = np.arange(len(terminated))
     return {
-        "obs": [float(clock * 16 + env) for env in envs],
-        "action": [clock * 16 + env for env in envs],
-        "reward": [float((clock * 7 + env * 3) % 5 - 2) for env in envs],
-        "terminated": [code & 6 == 2 for code in codes],
-        "truncated": [code & 6 == 4 or code & 15 == 6 for code in codes],
-        "final_obs": [clock * 16 + env + 0.5 for env in envs],
+        "obs": np.float32(clock * 16 + envs),
+        "action": np.int32(clock * 16 + envs),
+        "reward": np.float32((clock * 7 + envs * 3) % 5 - 2),
+        "terminated": terminated,
+        "truncated": truncated,
+        "final_obs": np.float32(clock * 16 + envs + 0.5),
     }
 
 
-def _arrays_of(config, history):
-    """Return the (step, mask) of each operation as lists, and the history as arrays."""
-    num_envs, oracle, clock, blocks = config.num_envs, config.oracle(), 0, []
-    blank = step_of(0, [0] * num_envs)
-    fields = {
-        name: np.zeros((LENGTH, BLOCK, num_envs), np.asarray(value).dtype)
-        for name, value in blank.items()
-    }
+def go_through(config, seeds):
+    """Run a history for each seed, from counters at 0 or short of their wrap-around. Check after
+    each operation, and return the models."""
+    starts = [(0, 2**32 - 5)[seed % 2] for seed in seeds]
+    histories = [history_of(config, seed) for seed in seeds]
+    given = [
+        (np.uint32(start), arrays_of(config, history))
+        for start, history in zip(starts, histories, strict=True)
+    ]
+    if config.is_population:
+        found = jax.device_get(_program(config)(*stacked(given)))
+        found = [nth(found, which) for which in range(len(seeds))]
+    else:
+        found = [jax.device_get(_program(config)(*one)) for one in given]
+    models = [config.model(config.oracle(), start) for start in starts]
+    for seed, model, history, observed in zip(seeds, models, histories, found, strict=True):
+        _compare(config, model, history, observed, f"history {seed}")
+    return models
+
+
+def _compare(config, model, history, observed, name):
+    oracle, drawn, r = model.oracle, [], np.random.default_rng(0)
+    for at, (kind, steps, given) in enumerate(history):
+        where = f"{name}, operation {at}: {kind} {str(given)[:40]}"  # pytest shows it
+        if kind == "pop":
+            model.take(nth(observed, at - 1))
+        model.before(kind, len(steps))
+        for step, mask in steps:
+            more = {"priority": given} if kind == "add with priorities" else {}
+            oracle.add(**step, mask=mask, **more)
+        if kind in OF_SAMPLE:
+            of_rows = {"update": oracle.update, "write": oracle.write}[kind]
+            of_rows(drawn[at - 1 - given[0]], given[1])
+        change(oracle, kind, given)
+        model.after(kind)
+        is_asked = at == len(history) - 1 or r.random() < 0.12
+        drawn.append(config.check(model, nth(observed, at), is_asked, where))
+
+
+def arrays_of(config, history):
+    """Return a history as arrays."""
+    num_envs, shape = config.num_envs, (LENGTH, BLOCK, config.num_envs)
+    flags = np.zeros((num_envs, *([config.agents] * bool(config.agents))), bool)
+    blank = step_of(0, flags, flags)
+    fields = {name: np.zeros(shape[:2] + x.shape, x.dtype) for name, x in blank.items()}
     arrays = {
         "kind": np.zeros(LENGTH, np.int32),
-        "mask": np.ones((LENGTH, BLOCK, num_envs), bool),
+        "time": np.arange(LENGTH, dtype=np.int32),
+        "mask": np.ones(shape, bool),
         # of "add to some": one more than there are, so that there is always padding
         "envs": np.full((LENGTH, num_envs + 1), num_envs, np.int32),
         "priority": np.zeros((LENGTH, num_envs), np.float32),
         "which": np.zeros(LENGTH, np.int32),
-        "new": np.zeros((LENGTH, config.replay.batch_size), np.float32),
+        "new": np.zeros((LENGTH, config.buffer.batch_size), np.float32),
     }
-    for at, (kind, *arguments) in enumerate(history):
-        codes = {"extend": list}.get(kind, lambda one: [one])(arguments[0]) if arguments else []
-        blocks.append([])
-        if kind == "drop":
-            arrays["mask"][at, 0] = _dropped(arguments[0])
-        for place, one in enumerate(codes if kind in _ADDS else []):
-            clock += 1
-            step, mask = step_of(clock, one), None
-            if config.allow_mask or kind == "add to some":
-                # With next-step autoreset, the row after a done is never masked.
-                mask = [code & 1 == 0 or oracle.owes_final_row(e) for e, code in enumerate(one)]
-                arrays["mask"][at, place] = mask
-            if kind == "add to some":
-                own = np.random.default_rng(clock).permutation(np.flatnonzero(mask))
-                arrays["envs"][at, : len(own)] = own
-                arrays["envs"][at, -1] = -clock  # padding, too
-            oracle.add(**step, mask=mask)
-            blocks[at].append((step, mask))
+    for at, (kind, steps, given) in enumerate(history):
+        arrays["kind"][at] = config.operations.index(kind)
+        for place, (step, mask) in enumerate(steps):
             for name, value in step.items():
                 fields[name][at, place] = value
-        _change(oracle, kind, arguments)
-        if kind in _ADDS and len(arguments) > 1:
-            arrays["priority"][at] = arguments[1]
-        if kind in OF_SAMPLE and arguments[0] < at:
-            arrays["which"][at], arrays["new"][at] = arguments[0], _cycled(config, arguments[1])
-        is_known = kind in KINDS and not (kind in OF_SAMPLE and arguments[0] >= at)
-        arrays["kind"][at] = KINDS.index(kind) if is_known else 0
-    return blocks, arrays | {"steps": config.step(fields)}
+            if mask is not None:
+                arrays["mask"][at, place] = mask
+        if kind == "add to some":
+            own = np.random.default_rng(at).permutation(np.flatnonzero(steps[0][1]))
+            arrays["envs"][at, : len(own)] = own
+            arrays["envs"][at, -1] = -1 - at  # padding, too
+        if kind == "add with priorities":
+            arrays["priority"][at] = given
+        if kind in OF_ENVS:
+            arrays["mask"][at, 0] = given
+        if kind in OF_SAMPLE:
+            arrays["which"][at], arrays["new"][at] = given
+    return arrays | {"steps": config.step(fields)}
 
 
 @functools.cache
 def _program(config):
-    buffer = config.replay
+    buffer = config.buffer
 
-    def once(carry, given):
-        state, indices, key = carry
-        block = given["steps"], given["mask"] if config.allow_mask else None
-        step, mask = nth(block, 0)
-        some = [nth(step, given["envs"])]
-        if config.prioritized:
-            some += [None, nth(given["priority"], given["envs"])]
-        branches = {
-            "nothing": lambda state: state,
-            "add": lambda state: buffer.add(state, step, mask),
-            "add to some": lambda state: buffer.add(state, *some, envs=given["envs"]),
-            "extend": lambda state: buffer.extend(state, *block),
-            "drop": lambda state: buffer.drop(state, given["mask"][0]),
-            "clear": buffer.clear,
-        }
+    def go(carry, given):
+        state, taken, indices = carry
+        step, mask = nth(given["steps"], 0), given["mask"]
         index = nth(indices, given["which"])
-        if buffer.allow_write:
-            branches["write"] = lambda state: buffer.write(state, index, {"reward": given["new"]})
-            opposite = lambda step, next_obs: {"reward": _opposite(step.reward)}
-            branches["map rows"] = lambda state: buffer.map_rows(state, opposite, block=7)
-        if config.prioritized:
-            branches |= {
-                "add with priorities": lambda state: buffer.add(
-                    state, step, mask, given["priority"]
-                ),
-                "update": lambda state: buffer.update_priorities(state, index, given["new"]),
-            }
-        if buffer.layout().lockstep:
-            del branches["add to some"]
-        every = [branches.get(kind, branches["nothing"]) for kind in KINDS]
-        state = jax.lax.switch(given["kind"], every, state)
-        key, own = jax.random.split(key)
-        observed = config.observe(state, own)
-        newest = observed["batch"].index
-        indices = jax.tree.map(
-            lambda one, all_: jnp.concatenate([one[None], all_[:-1]]), newest, indices
-        )
-        return (state, indices, key), observed
+        masks = (mask,) if config.mask else ()
+        some = nth(step, given["envs"])
+        reward = lambda item: item["reward"] if isinstance(item, dict) else item.reward
+        ways = {
+            "nothing": lambda: state,
+            "pop": lambda: state.replace(sampler=taken),
+            "add": lambda: buffer.add(state, step, *nth(masks, 0)),
+            "add with priorities": lambda: buffer.add(
+                state, step, *nth(masks, 0), priority=given["priority"]
+            ),
+            "add to some": lambda: buffer.add(state, some, envs=given["envs"]),
+            "extend": lambda: buffer.extend(state, given["steps"], *masks),
+            "update": lambda: buffer.update_priorities(state, index, given["new"]),
+            "write": lambda: buffer.write(state, index, {"reward": config.rewards(given["new"])}),
+            "map rows": lambda: buffer.map_rows(
+                state,
+                lambda item, *_: {"reward": jax.tree.map(mapped, reward(item))},
+                block=7,
+            ),
+            "drop": lambda: buffer.drop(state, mask[0]),
+            "end": lambda: buffer.end_streams(state, mask[0]),
+            "clear": lambda: buffer.clear(state),
+        }
+        state = jax.lax.switch(given["kind"], [ways[kind] for kind in config.operations])
+        key, after = jax.random.key(given["time"]), state
+        if isinstance(buffer.sampler, ConsumingSampler):
+            after, batch = buffer.pop(state, key)
+        else:
+            batch = buffer.sample(state, key)
+        newest = lambda one, all_: jnp.concatenate([one[None], all_[:-1]])
+        indices = jax.tree.map(newest, batch.index, indices)
+        observed = config.observe(state, batch, after.sampler, key)
+        return (state, after.sampler, indices), observed
 
-    def run(arrays):
+    def run(start, arrays):
         state = buffer.init(nth(arrays["steps"], (0, 0, 0)))
+        # Lap 0 of agents says that no flag can be of an earlier step.
+        lap = jnp.zeros_like(start) if config.agents else start
+        state = state.replace(counters=state.counters.set(num_candidates=start, lap=lap))
+        if hasattr(state.sampler, "next"):  # a queue
+            first = Sampleable.of(state).first_candidate_number()
+            first = jnp.broadcast_to(first, state.sampler.next.shape)
+            state = state.replace(sampler=state.sampler.replace(next=first, lost=start))
         shape = RECENT, buffer.batch_size
         indices = Index(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.uint32))
-        return jax.lax.scan(once, (state, indices, jax.random.key(0)), arrays)[1]
+        return jax.lax.scan(go, (state, state.sampler, indices), arrays)[1]
 
-    return jax.jit(run)
+    return jax.jit(jax.vmap(run) if config.is_population else run)

@@ -10,7 +10,7 @@ def spans(oracle, rows):
         if row.is_final and index == first:
             found.append(None)
             first = index + 1
-        elif row.is_final or (row.terminated and not has_tails):
+        elif row.is_final or row.is_closed or (row.terminated and not has_tails):
             found += [(first, index)] * (index + 1 - first)
             first = index + 1
     return found + [(first, None)] * (len(rows) - first)
@@ -36,7 +36,8 @@ def anchors(
                 continue
             first, last = episode[index] or (index, index)
             begin = 0 if crosses_episodes else first
-            place = sum(not row.is_final or row.is_dropped for row in rows[begin:index])
+            before_it = rows[begin:index] if period > 1 else ()
+            place = sum(not row.is_final or row.is_dropped for row in before_it)
             is_whole_before = (first if before is None else max(first, index - before)) >= oldest
             if after is None:
                 is_whole_after = last is not None

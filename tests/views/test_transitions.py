@@ -1,4 +1,5 @@
-"""Transitions checked by hand: the stored rows and returned items of each autoreset form."""
+"""Transitions by hand, and what a call may change of them. `storage/test_oracle_streams.py` has
+those of random streams."""
 
 import functools
 
@@ -13,115 +14,25 @@ from tests.support.steps import begun, nth, plain_step
 NAN = float("nan")
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def items_of(buffer, *blocks):
-    """Add the steps of each block and clear between blocks. Return the items of all rows after each
-    step of the last block."""
-
-    def add(state, step):
-        state = buffer.add(state, step)
-        return state, buffer.get(state, jnp.arange(buffer.capacity))
-
-    state = buffer.init(nth(blocks[0], (0, 0)))
-    for block in blocks:
-        state, items = jax.lax.scan(add, buffer.clear(state), block)
-    return items
+get = jax.jit(jr.ReplayBuffer.get)
 
 
-def run(autoreset, *blocks, n_step=1, gamma=0.5, capacity=16):
-    """Add one env's rows of (obs, reward, end[, final_obs]), where `end` names the done flags.
+def run(autoreset, rows, *, n_step, gamma=0.5):
+    """Add one env's rows of (obs, reward, end), where `end` names the done flags. Return a function
+    from row number to (obs, reward, discount, next_obs, num_steps), or None."""
+    buffer = jr.uniform(capacity=16, batch_size=4, autoreset=autoreset, n_step=n_step, gamma=gamma)
+    obs, reward, end = zip(*rows, strict=True)
+    column = lambda values: np.float32(values)[:, None]
+    flags = {name: np.array([[name in one] for one in end]) for name in ("terminated", "truncated")}
+    steps = plain_step(column(obs), reward=column(reward), **flags)
+    got = jax.device_get(get(buffer, jax.jit(begun)(buffer, steps), np.arange(16)))
 
-    Return a function from row number, and number of rows added, to (obs, reward, discount,
-    next_obs, num_steps), or None.
-    """
-    buffer = jr.uniform(
-        capacity=capacity, num_envs=1, batch_size=4, autoreset=autoreset, n_step=n_step, gamma=gamma
-    )
-
-    def steps(rows):
-        obs, reward, end, *final = zip(*rows, strict=True)
-        column = lambda values: np.float32(values)[:, None]
-        fields = {"reward": column(reward), "final_obs": column(final[0]) if final else None}
-        for name in ("terminated", "truncated"):
-            fields[name] = np.array([[name in one] for one in end])
-        return plain_step(column(obs), **fields)
-
-    got = jax.device_get(items_of(buffer, *map(steps, blocks)))
-    assert got.experience.extras is None
-
-    def read(row, after=0):
+    def read(row):
         items = got.experience
         fields = items.obs, items.reward, items.discount, items.next_obs, items.num_steps
-        is_there = got.is_valid[after - 1, row]
-        return tuple(leaf[after - 1, row] for leaf in fields) if is_there else None
+        return tuple(leaf[row] for leaf in fields) if got.is_valid[row] else None
 
     return read
-
-
-def test_next_step_autoreset_turns_the_row_after_a_done_into_its_tail():
-    read = run(
-        "next_step",
-        [
-            (1, 1, ""),
-            (2, 2, "terminated"),
-            (3, NAN, "terminated"),
-            (10, 4, ""),
-            (11, 5, "truncated"),
-            (12, NAN, ""),
-        ],
-    )
-    assert read(0) == (1, 1, 0.5, 2, 1)
-    # a terminated row does not wait for its tail, which has the true final observation
-    assert (read(1, after=2), read(1)) == ((2, 2, 0, 2, 1), (2, 2, 0, 3, 1))
-    # the final row: its done flag is ignored, otherwise 10 would be a final row too
-    assert read(2) is None
-    assert read(3) == (10, 4, 0.5, 11, 1)
-    # truncated: the target bootstraps from the final observation, which must be there
-    assert (read(4, after=5), read(4)) == (None, (11, 5, 0.5, 12, 1))
-
-
-def test_same_step_autoreset_with_final_obs_writes_the_tail_beside_the_step():
-    read = run(
-        "same_step",
-        [
-            (1, 1, "", NAN),
-            (2, 2, "terminated", 3),
-            (10, 4, "truncated", 11),
-            (20, 5, "", NAN),
-            (21, 6, "", NAN),
-        ],
-    )
-    assert [read(row) for row in range(7)] == [
-        (1, 1, 0.5, 2, 1),
-        (2, 2, 0, 3, 1),
-        None,
-        (10, 4, 0.5, 11, 1),
-        None,
-        (20, 5, 0.5, 21, 1),
-        None,
-    ]
-
-
-def test_same_step_autoreset_without_final_obs_gives_up_the_truncated_transition():
-    read = run(
-        "same_step_no_final_obs",
-        [
-            (1, 1, ""),
-            (2, 2, "terminated"),
-            (10, 4, ""),
-            (11, 5, "truncated"),
-            (20, 6, ""),
-            (21, 7, "terminated truncated"),
-        ],
-    )
-    assert [read(row) for row in range(6)] == [
-        (1, 1, 0.5, 2, 1),
-        (2, 2, 0, 2, 1),  # next_obs is unknown: the own obs, finite and of the right shape
-        (10, 4, 0.5, 11, 1),
-        None,  # 11 is the last known observation: the final row
-        (20, 6, 0.5, 21, 1),
-        (21, 7, 0, 21, 1),  # a termination that is a truncation too is a termination
-    ]
 
 
 def test_three_steps_stop_at_each_kind_of_end():
@@ -173,18 +84,6 @@ def test_discounts_are_exact_powers():
     rows = [(time, 0, "") for time in range(12)]
     discount = run("same_step_no_final_obs", rows, n_step=10, gamma=0.99)(0)[2]
     assert discount == np.float32(0.99**10)
-
-
-def test_the_smallest_stream_holds_one_window():
-    read = run("same_step_no_final_obs", [(time, time, "") for time in range(5)], capacity=2)
-    assert [read(row) for row in (0, 1)] == [None, (3, 3, 0.5, 4, 1)]
-
-
-def test_clear_between_a_done_and_its_tail_makes_no_pair_across_episodes():
-    """The env still returns the final observation after the clear."""
-    after = [(99, 1, ""), (200, 1, ""), (201, 1, "")]
-    read = run("next_step", [(1, 1, "truncated")], after)
-    assert [read(row) for row in range(16)] == [None, (200, 1, 0.5, 201, 1)] + [None] * 14
 
 
 HORIZONS = np.int32([1, 3, 9])
@@ -276,9 +175,8 @@ def test_a_step_may_have_a_discount_of_its_own():
         r.random(shape, np.float32), reward=r.integers(-3, 4, shape), extras={"discount": own}
     ).replace(terminated=r.random(shape) < 0.1)
     state = jax.jit(begun)(buffer, jax.tree.map(np.asarray, steps))
-    get = jax.jit(buffer.get)
     for gamma in (None, 1.0):
-        found = jax.device_get(get(state, jnp.arange(64), gamma=gamma))
+        found = jax.device_get(get(buffer, state, np.arange(64), gamma=gamma))
         rows = np.flatnonzero(found.is_valid)
         assert len(rows) > 40
         for row in rows:
@@ -301,4 +199,5 @@ def test_observations_may_be_empty():
         obs=obs, action=zero, reward=zero, terminated=flag, truncated=~flag, final_obs=obs
     )
     buffer = jr.uniform(capacity=16, num_envs=1, batch_size=4, autoreset="same_step")
-    assert items_of(buffer, steps).experience.next_obs.shape == (3, 16, 0)
+    state = jax.jit(begun)(buffer, steps)
+    assert get(buffer, state, np.arange(16)).experience.next_obs.shape == (16, 0)
