@@ -1,7 +1,8 @@
-"""Actors in other processes: their rows are an oracle's, whoever is killed; who is ahead waits; and
-errors reach the learner."""
+"""Actors in threads and in processes: their rows are an oracle's, whoever is killed; who is ahead
+waits; and errors reach the learner."""
 
 import contextlib
+import functools
 import itertools
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ import time
 import types
 import warnings
 
+import jax
 import numpy as np
 import pytest
 
@@ -26,11 +28,13 @@ from tests.conftest import ALL, SOAK
 from tests.support import acting
 from tests.support.interrupting import check_each_moment
 from tests.support.refusals import refused
+from tests.support.threads import Threads
 
 LONG = 120.0  # seconds
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
-on_ray = pytest.param("ray", marks=pytest.mark.skipif(not ALL, reason="in `make test-all`"))
+thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
+on_ray = thorough("ray")
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +57,13 @@ def cluster():
     ray.shutdown()
 
 
-@pytest.fixture(params=["local", on_ray])
+@pytest.fixture(params=["threads", on_ray])
 def on(request):
     """Where the actors run."""
-    if request.param == "local":
-        return None
-    request.getfixturevalue("cluster")
-    return jr.actors.ray(num_cpus=0.05)
+    if request.param == "ray":
+        request.getfixturevalue("cluster")
+        return jr.actors.ray(num_cpus=0.05)
+    return {"threads": Threads, "local": None}[request.param]
 
 
 def make(num_envs=4, length=4096, framework="numpy", example=None, limit=None, **options):
@@ -79,27 +83,40 @@ def until(is_so):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("length", [64, 32768])
+@pytest.mark.parametrize(
+    ("on", "length"),
+    [
+        ("threads", 64),
+        ("local", 32768),
+        *(thorough(*one) for one in (("local", 64), ("ray", 64), ("ray", 32768))),
+    ],
+    indirect=["on"],
+)
 def test_rows_are_an_oracles_though_actors_are_killed(on, length):
     """In a ring that wraps, and in one that holds all rows."""
     num_actors, num_envs, steps = (64, 64, 1_000_000) if SOAK else (2, 4, 4_000)
-    with make(num_envs, length=length, batch_size=256, limit=0.1) as replay:
-        actors = replay.start(acting.mortal, num_actors, block_length=8, max_restarts=4, on=on)
+    kills, is_whole = 200 if SOAK else 2 * num_actors if ALL else 2, length > 64
+    act = acting.dying if on is Threads else acting.mortal
+    if on is None and not ALL:
+        num_actors = 1  # a process takes seconds to start
+    with make(num_envs, length=length, batch_size=256, limit=0.1 if SOAK else 1.0) as replay:
+        actors = replay.start(act, num_actors, block_length=8, max_restarts=4, on=on)
         until(replay.can_sample)
-        kills = 200 if SOAK else 2 * num_actors
-        while actors.metrics()["steps"] < steps or actors.metrics()["lost"] < kills:
+        while (
+            actors.metrics()["steps"] < steps
+            or actors.metrics()["lost"] < kills
+            or (is_whole and acting.check_rows(replay, num_envs)[1] <= num_envs)
+        ):
             acting.check_transitions(replay.sample())
+            time.sleep(0 if SOAK else 0.01)
         figures = actors.metrics()
         assert figures["restarts"] == figures["lost"]
         assert figures["dropped_blocks"] == 0 or on is not None  # lost with the owner of an object
         actors.stop()
-        num_rows, num_incarnations = acting.check_rows(replay, num_envs)
-        if length > 64:
-            assert num_rows == actors.metrics()["steps"]
-            assert num_incarnations >= 2 * num_actors
+        num_rows, _ = acting.check_rows(replay, num_envs)
+        assert not is_whole or num_rows == actors.metrics()["steps"]
 
 
-@pytest.mark.parametrize("on", ["local", "ray"], indirect=True)
 def test_an_iteration_ends_when_the_actors_are_done(on):
     with make(limit=8.0) as replay:
         actors = replay.start(acting.few, 2, on=on, block_length=8)
@@ -113,7 +130,7 @@ def test_an_iteration_ends_when_the_actors_are_done(on):
         with refused("call their stop", RuntimeError):
             replay.start(acting.few, 2)
         actors.stop()
-        replay.start(acting.few, 2, on=on, block_length=21)  # it continues, after a cut
+        replay.start(acting.few, 2, on=on, block_length=8)  # it continues, after a cut
         for batch in replay:
             acting.check_transitions(batch)
         assert acting.check_rows(replay, 4) == (168, 8)
@@ -122,7 +139,7 @@ def test_an_iteration_ends_when_the_actors_are_done(on):
 def test_a_wrong_autoreset_is_noticed():
     """The warning is an error in tests, and reaches the learner as one."""
     with make() as replay:
-        replay.start(acting.resetting, 2, block_length=8)
+        replay.start(acting.resetting, 2, on=Threads, block_length=8)
         with refused('actor.add: autoreset="next_step" looks wrong', RuntimeError):
             for _ in replay:
                 pass
@@ -156,6 +173,7 @@ def test_actors_that_failed_are_stopped_or_replaced():
             until(lambda actors=actors: actors.is_stopped)
             with refused("the actors have stopped: actor 0 failed: it broke", RuntimeError):
                 read()
+            assert actors.metrics()["lost"] == 1
         actors.stop()
     assert not feed.take()[1].any()
     replay.clear()
@@ -170,7 +188,7 @@ def test_actors_that_failed_are_stopped_or_replaced():
         pytest.param(
             "ray",
             marks=[
-                *on_ray.marks,
+                pytest.mark.thorough,
                 pytest.mark.xfail(
                     strict=True,
                     reason="on Ray each grant of a block fetches and reads the parameters again",
@@ -188,7 +206,7 @@ def test_an_actor_reads_each_version_once(on):
         assert set(replay.get(np.r_[:24]).experience["seen"]) == {1}
 
 
-@pytest.mark.skipif(not ALL, reason="in `make test-all`")
+@pytest.mark.thorough
 @pytest.mark.xfail(
     strict=True, reason="a learner that was replaced stops the actors of its successor"
 )
@@ -291,37 +309,41 @@ def test_versions_are_stamped_and_bound_the_staleness(on):
 @pytest.mark.parametrize("ratio", [0.25, 8.0])
 def test_the_side_that_is_ahead_waits(ratio, on):
     with make(limit=ratio) as replay:
-        actors = replay.start(acting.endless, 2, on=on, block_length=16)
+        actors = replay.start(acting.endless, 2, on=on, block_length=8)
+        steps = lambda: actors.metrics()["steps"]
         until(replay.can_sample)
-        start, begun = actors.metrics()["steps"], time.monotonic()
-        num = 0
-        while time.monotonic() < begun + (60 if SOAK else 1):
+        start, num, end = steps(), 0, time.monotonic() + 60 * SOAK
+        while num < 200 * 64 or time.monotonic() < end:
             replay.sample()
             num += 64
-        time.sleep(0.5)  # the learner stops: so do the actors
-        added = actors.metrics()["steps"]
-        time.sleep(0.3)
-        assert actors.metrics()["steps"] == added
-        assert abs(num - ratio * (added - start)) <= 0.02 * num * SOAK + 64 + ratio * 4 * 16 * 3
+
+        def is_still():
+            before = steps()
+            time.sleep(0.2)
+            return steps() == before
+
+        until(is_still)  # the learner stops: so do the actors
+        most = 0.02 * num * SOAK + 64 + ratio * 4 * 8 * 3
+        assert abs(num - ratio * (steps() - start)) <= most
 
 
 def test_the_others_are_taken_too(on):
-    """Masks, priorities, one env, items, a mixture's member, and tensors."""
+    """Masks, priorities, one env, items, a mixture's member, tensors, and agents."""
     with make(autoreset="same_step_no_final_obs", sampler=jr.Prioritized()) as replay:
-        actors = replay.start(acting.masked, 2, on=on, block_length=8)
+        actors = replay.start(acting.masked, 1, on=on, block_length=2)
         until(lambda: actors.is_done)
-        assert actors.metrics()["steps"] == 4 * 18
         assert replay.metrics()["max_priority"] == 4
         obs = np.asarray(replay.state.rows.steps.obs).reshape(4, -1, 3)
-        assert obs[:, :18, 2].tolist() == [
-            [time for time in range(24) if time % 4 != env % 2] for env in range(4)
-        ]
-    with make(2, framework="torch") as replay:
-        actors = replay.start(acting.single, 2, on=on)
+        for env, rows in enumerate(obs):
+            times = [time for time in range(24) if time % 4 != env or time // 6 % 2]
+            assert rows[: len(times) + 1, 2].tolist() == [*times, 0]
+        assert actors.metrics()["steps"] == 4 * 24 - 4 - 4 - 2 - 2
+    with make(1, framework="torch") as replay:
+        actors = replay.start(acting.single, 1, on=on)
         until(lambda: actors.is_done)
         batch = replay.sample()
         assert batch.experience.obs.dtype.is_floating_point
-        assert batch.experience.reward.max() == 14
+        assert batch.experience.reward.max() == 13  # the next one resets
     online, offline = (
         jr.items(capacity=64, num_envs=2, batch_size=4, allow_mask=True) for _ in range(2)
     )
@@ -333,11 +355,16 @@ def test_the_others_are_taken_too(on):
         found = replay.get(np.r_[:16, 32:48], member="online").experience
         assert found["time"].reshape(2, 16).tolist() == 2 * [list(range(16))]
         assert found["version"].tolist() == 32 * [0]
+    with make(num_agents=2) as replay:
+        actors = replay.start(acting.team, 1, on=on, block_length=8)
+        until(lambda: actors.is_done)
+        assert acting.check_rows(replay, 4) == (160, 4)
+        acting.check_transitions(replay.sample(), acting.ends_of_team)
 
 
 def test_an_interrupt_of_an_actor_repeats_no_step():
     with make(limit=1.0, length=2**15) as replay:
-        actors = replay.start(acting.interrupted, 2, block_length=8)
+        actors = replay.start(acting.interrupted, 1, block_length=8)
         for number, _ in enumerate(replay):
             if number == 10:
                 time.sleep(0.3)  # actors wait, and are interrupted
@@ -347,28 +374,52 @@ def test_an_interrupt_of_an_actor_repeats_no_step():
         acting.check_rows(replay, 4, gaps=10**6)
 
 
+class Link:
+    """Keeps number, times and `resets` of an actor's blocks."""
+
+    def __init__(self, setup):
+        self.blocks, self.setup = [], setup
+
+    def arrays(self, specs, number):
+        self.now = views(bytearray(4096), specs, self.setup)
+        return self.now
+
+    def send(self, number, length, version, resets, *_):
+        times = self.now[0].reward
+        self.blocks.append((number, times[:length, 0].astype(int).tolist(), resets))
+
+
+def actor_of(setup, incarnation=0):
+    link, allowance = Link(setup), Allowance()
+    allowance.set(0, 100)
+    return jr.actors.Actor(0, incarnation, setup, link, allowance), link
+
+
+@pytest.mark.no_xla
+def test_an_env_resets_once_all_of_its_agents_have_ended():
+    actor, link = actor_of(Setup(1, 2, 2, 0, "next_step", 2, True, None, None))
+    for number in range(8):
+        flags = acting.ends_of_team(np.arange(2), number)
+        actor.add(acting.step_of(actor, number, terminated=flags, truncated=flags & False))
+    resets = [None if one is None else one.tolist() for *_, one in link.blocks]
+    assert resets == [None, None, None, [False, True]]
+
+
+@pytest.mark.no_xla
+def test_each_incarnation_has_a_seed_of_its_own():
+    setups = [Setup(1, 1, 2, seed, "next_step", None, True, None, None) for seed in range(2)]
+    seeds = {actor_of(*of)[0].seed for of in itertools.product(setups, range(3))}
+    assert len(seeds) == 6
+
+
 @pytest.mark.no_xla
 def test_an_interrupt_of_an_actor_at_any_line_repeats_no_step():
     """The interrupted step is added or not; if its block is lost, that is a gap, and the next block
     still knows which envs are to reset."""
     setup = Setup(1, 2, 3, 0, "next_step", None, True, acting.EXAMPLE, None)
 
-    class Link:
-        def __init__(self):
-            self.blocks = []
-
-        def arrays(self, specs, number):
-            self.now = views(bytearray(4096), specs, setup)
-            return self.now
-
-        def send(self, number, length, version, resets, *_):
-            times = self.now[0].reward
-            self.blocks.append((number, times[:length, 0].astype(int).tolist(), resets))
-
     def make_call():
-        link, allowance = Link(), Allowance()
-        allowance.set(0, 100)
-        actor = jr.actors.Actor(0, 0, setup, link, allowance)
+        actor, link = actor_of(setup)
         add = lambda times: [actor.add(acting.step_of(actor, time)) for time in times]
         add(range(5))
 
@@ -392,13 +443,13 @@ def test_an_interrupt_of_an_actor_at_any_line_repeats_no_step():
 def test_actors_go_on_after_a_load(tmp_path):
     """A load of rows that other actors have added, and one of their own."""
     with make(limit=4.0) as replay:
-        replay.start(acting.endless, 2, block_length=7)
+        replay.start(acting.endless, 2, on=Threads, block_length=8)
         for number, _ in enumerate(replay):
             if number == 20:
                 break
         replay.save(tmp_path)
     with make(limit=4.0, example=acting.EXAMPLE) as replay:
-        actors = replay.start(acting.endless, 2, block_length=7)
+        actors = replay.start(acting.endless, 2, on=Threads, block_length=8)
         replay.load(tmp_path)
         for number, batch in enumerate(replay):
             acting.check_transitions(batch)
@@ -414,10 +465,10 @@ def test_actors_go_on_after_a_load(tmp_path):
 def test_a_buffer_is_filled_before_the_first_sample():
     """A block has more steps than the versions that are allowed, and nobody waits in `sample`."""
     with make() as replay:
-        replay.start(acting.endless, 2, max_staleness=0)
+        replay.start(acting.endless, 2, on=Threads, max_staleness=0)
         until(lambda: len(replay) > 600)
     with make(limit=1.0) as replay:
-        replay.start(acting.endless, 2, max_staleness=0)
+        replay.start(acting.endless, 2, on=Threads, max_staleness=0)
         for _ in range(10):
             until(replay.can_sample)
             replay.sample()
@@ -476,7 +527,7 @@ def test_wrong_arguments_and_steps_are_refused():
         with refused("start: the parameters cannot be pickled"):
             replay.start(acting.few, 2, params=lambda: 0)
         assert replay._actors == {}
-        replay.start(acting.bad_extras, 1, max_restarts=0, version_key="version")
+        replay.start(acting.bad_extras, 1, on=Threads, max_restarts=0, version_key="version")
         with refused("version_key='version' needs extras that are a dict", RuntimeError):
             replay.sample()
     with make(allow_mask=False) as replay, refused("make the buffer with allow_mask=True"):
@@ -502,6 +553,7 @@ def test_a_run_continues_though_its_learner_is_killed(tmp_path, on, request):
             until(lambda: not os.path.exists((tmp_path / "memory").read_text()))
 
 
+@pytest.mark.thorough  # of four processes; a run that continues is tested above
 def test_the_program_for_users_of_agentlace_runs_and_goes_on(tmp_path):
     """It is that of the docs, with what `serl_program.py` has in place of SERL."""
     page = (ROOT / "docs" / "migrating" / "agentlace.md").read_text()
@@ -580,69 +632,69 @@ class Engine:
         self.num_stops += 1
 
 
+EXAMPLE = jr.Step(**acting.EXAMPLE)
+
+
+def block(number, mask, resets=None):
+    """Return a block of two steps whose obs is ten times its number, and one more."""
+    mask = np.array(mask, bool)
+    steps = jax.tree.map(lambda leaf: np.zeros((*mask.shape, *leaf.shape), leaf.dtype), EXAMPLE)
+    steps.obs[:] = 10 * number + np.arange(2)[:, None, None]
+    of = (steps, mask, None), None if resets is None else np.array(resets)
+    return Block(0, (0, number), number, 0, *of)
+
+
+@pytest.mark.no_xla
 def test_a_step_that_only_resets_is_no_first_step():
     """Blocks are lost; the step before one has ended an episode, and its env's next step comes in
-    that block, or after it."""
-    setup = Setup(1, 3, 2, 0, "next_step", None, True, None, None)
-    added = []
-
-    class Host:
-        lock = contextlib.nullcontext()
-        progress = staticmethod(lambda: (0.0, 0.0, True))
-        changed = staticmethod(lambda: None)
-
-        @staticmethod
-        def insert(offer, timeout):
-            ends = offer.cut()
-            offer.note()
-            added.append((None if ends is None else ends.tolist(), offer.steps[1].tolist()))
-            return True
-
-    def block(number, mask, resets):
-        steps = np.zeros((2, 3)), np.array(mask, bool), None
-        return Block(0, (0, number), number, 0, steps, None if resets is None else np.array(resets))
-
+    that block, or after it. A feed names the envs whose steps were lost, or are the first."""
     engine = Engine(
-        block(0, [[1, 1, 1], [1, 1, 1]], None),
+        block(0, [[1, 1, 1], [1, 1, 1]]),
         block(5, [[0, 1, 0], [1, 1, 0]], [True, False, True]),
         block(6, [[1, 1, 0], [1, 1, 1]], [False, False, True]),
         block(7, [[1, 1, 1], [1, 1, 1]], [True, True, True]),
     )
-    actors = jr.actors.Actors(acting.few, setup, Host, 1.0, on=engine.begin)
-    until(lambda: len(added) == 4)
-    actors.stop()
-    assert added == [
+    feed = jr.actors.Feed(make(3).buffer, EXAMPLE, block_length=2)
+    actors = feed.start(acting.few, 1, on=engine.begin)
+    for version in (1, 2):
+        assert actors.publish("newer") == version
+    found = [feed.take(LONG) for _ in range(4)]
+    assert [(ends.tolist(), mask.tolist()) for _, mask, ends in found] == [
         ([True] * 3, [[True] * 3] * 2),
         ([True] * 3, [[False, True, False], [False, True, False]]),
-        (None, [[True, True, False], [True, True, False]]),
-        (None, [[True] * 3] * 2),
+        ([False] * 3, [[True, True, False], [True, True, False]]),
+        ([False] * 3, [[True] * 3] * 2),
     ]
+    assert [steps.obs[0, 0, 0] for steps, *_ in found] == [0, 50, 60, 70]
+    assert actors.metrics()["staleness"] == actors.metrics()["largest_staleness"] == 2
+    actors.stop()
+
+
+def test_a_feed_fills_a_state_that_its_caller_has():
+    buffer = make(length=64).buffer
+    feed, buffer = jr.actors.Feed(buffer, EXAMPLE, block_length=8), jr.jit(buffer)
+    state = buffer.init(EXAMPLE)
+    with refused("take: start actors first", RuntimeError):
+        feed.take()
+    actors = feed.start(acting.dying, 2, on=Threads, max_restarts=4)
+    while actors.metrics()["lost"] < 8 or actors.metrics()["steps"] < 4_000:
+        steps, mask, ends = feed.take(LONG)
+        state = buffer.extend(buffer.end_streams(state, ends), steps, mask)
+    actors.stop()
+    acting.check_rows(types.SimpleNamespace(state=state), 4)
+    acting.check_transitions(jax.device_get(buffer.sample(state, jax.random.key(0))))
 
 
 @pytest.mark.parametrize("device", [None, "cpu"])
 def test_masked_steps_are_no_rows_on_any_device(device):
     """The first step after a gap only resets: it is left out, wherever the rows lie."""
-
-    def block(number, resets):
-        flags = np.zeros((2, 1), bool)
-        step = {
-            "obs": np.array([[[10 * number + place]] for place in range(2)], np.float32),
-            "action": np.zeros((2, 1), np.float32),
-            "reward": np.zeros((2, 1), np.float32),
-            "terminated": flags,
-            "truncated": flags,
-        }
-        steps = jr.Step(**step), np.ones((2, 1), bool), None
-        return Block(0, (0, number), number, 0, steps, np.array([resets]))
-
-    engine = Engine(block(1, False), block(3, True), block(4, False))
-    buffer = jr.uniform(capacity=64, batch_size=4, autoreset="next_step", allow_mask=True)
-    with jr.Replay(buffer, framework="numpy", device=device) as replay:
+    every = [[True], [True]]
+    engine = Engine(block(1, every, [False]), block(3, every, [True]), block(4, every, [False]))
+    with jr.Replay(make(1).buffer, framework="numpy", device=device) as replay:
         actors = replay.start(acting.few, 1, block_length=2, on=engine.begin)
-        until(lambda: actors._inbox.added == [(0, 5)])
-        obs = np.asarray(replay.state.rows.steps.obs)[:5, 0]
-        assert obs.tolist() == [10, 11, 31, 40, 41]
-        assert actors.metrics()["steps"] == 5
+        until(lambda: actors.metrics()["steps"] == 5)
+        obs = np.asarray(replay.state.rows.steps.obs)[:6, 0]
+        assert obs.tolist() == [10, 11, 31, 40, 41, 0]
 
 
 def test_masked_steps_are_no_lead_over_samples():

@@ -136,6 +136,16 @@ def test_a_new_incarnation_does_not_wait_for_what_the_last_one_lost():
     assert inbox.num_dropped == 1
 
 
+def test_blocks_that_a_learner_had_before_a_load_are_not_waited_for():
+    inbox = Inbox(1)
+    for number in range(3):
+        inbox.receive(block(0, 0, number))
+    assert len(add(inbox)) == 3
+    inbox.resume([(0, 1)])
+    inbox.receive(block(0, 0, 3))
+    assert add(inbox) == [(0, (0, 3), True)]
+
+
 def test_actors_take_turns():
     inbox = Inbox(3)
     for number in range(3):

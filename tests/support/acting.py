@@ -1,6 +1,7 @@
 """What the actors of tests do, and an oracle of their rows: a step says who took it, and when."""
 
 import contextlib
+import itertools
 import os
 import signal
 import threading
@@ -18,7 +19,13 @@ PERIOD = 7  # each env's episodes end in every seventh step, the first one soone
 
 
 def ends(envs, time):
-    return (time + envs + 1) - (time + envs + 1) // PERIOD * PERIOD == 0
+    return (time + envs + 1) % PERIOD == 0
+
+
+def ends_of_team(envs, time):
+    """Return the ends of two agents [e, 2], of which the second one ends two steps sooner."""
+    left = -(time + envs + 1) % PERIOD
+    return np.stack([left == 0, left < 3], 1)
 
 
 def step_of(actor, time, **others):
@@ -51,6 +58,14 @@ def mortal(actor):
         killer.daemon = True
         killer.start()
     endless(actor)
+
+
+def dying(actor):
+    """As `endless`, but raise an error after any number of steps, four times."""
+    for time in itertools.count():
+        if actor.incarnation < 4 and time == actor.seed % 300:
+            raise KeyError("a step that failed")
+        actor.add(step_of(actor, time))
 
 
 def few(actor):
@@ -128,10 +143,17 @@ def counting(actor):
 
 
 def masked(actor):
-    """Add steps of some envs, with priorities of the actor's own."""
+    """Add steps with priorities of the actor's own, every other six of them of some envs."""
     for time in range(24):
-        took = np.arange(actor.num_envs) != time - time // 4 * 4
+        took = np.asarray(actor.envs) != time % 4 if time // 6 % 2 == 0 else None
         actor.add(step_of(actor, time), mask=took, priority=1.0 + np.asarray(actor.envs))
+
+
+def team(actor):
+    """Add steps of two agents."""
+    for time in range(40):
+        flags = ends_of_team(np.asarray(actor.envs), time)
+        actor.add(step_of(actor, time, terminated=flags, truncated=np.zeros_like(flags)))
 
 
 def single(actor):
@@ -158,7 +180,7 @@ def resetting(actor):
     """Add steps of envs that reset within the step that ends an episode."""
     noise = np.random.default_rng(actor.seed)
     for time in range(400):
-        place = time - time // 10 * 10
+        place = time % 10
         flags = np.full(actor.num_envs, place == 9)
         obs = place + noise.uniform(0, 0.1, (actor.num_envs, 3))
         actor.add(step_of(actor, time, obs=obs, terminated=flags))
@@ -195,14 +217,14 @@ def check_rows(replay, num_envs, gaps=None):
     return int(filled.sum()), num_incarnations
 
 
-def check_transitions(batch):
+def check_transitions(batch, ends_of=ends):
     """Check each sampled transition of one step, with `autoreset="next_step"`."""
     t = batch.experience
     env, incarnation, time = np.asarray(t.obs).T
     assert batch.is_valid.all()
     assert (t.action == env).all()
     assert (t.reward == time).all()
-    assert ((t.discount == 0) == ends(env, time)).all()
+    assert ((t.discount == 0) == ends_of(env, time)).all()
     assert not (ends(env, time - 1) & (time > 0)).any()  # the step that resets
     following = np.stack([env, incarnation, time + 1], 1)
-    assert (t.next_obs == following)[t.discount > 0].all()
+    assert (t.next_obs == following)[~ends(env, time)].all()

@@ -31,7 +31,7 @@ def main(folder, number, last, address=None):
         if path.exists():
             replay.load(path)
             had, (_, before) = len(replay), acting.check_rows(replay, 4, gaps=on and 4 * number)
-        actors = replay.start(acting.endless, 2, block_length=8, on=on)
+        actors = replay.start(acting.endless, 1 if on is None else 2, block_length=8, on=on)
         if on is None:
             (pathlib.Path(folder) / "memory").write_text(actors._engine._folders[0].path)
         seconds = np.random.default_rng(number).uniform(0.0, 0.6)
