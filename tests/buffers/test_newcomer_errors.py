@@ -421,8 +421,6 @@ USING = {
     "sample_of(sampler=jr.Prioritized(alpha=4.0))": """
         alpha: the state's is 4.0, this buffer's 0.6""",
     "sample_of(sampler=jr.Prioritized(fan_out=4))": "fan_out: the state's is 4, this buffer's 0",
-    "sample_of(sampler=jr.Prioritized(normalize_weights='buffer'))": """
-        normalize_weights: the state's is 'buffer', this buffer's 'batch'""",
     "uniform.sample((uniform_state, 0), key)": """
         sample: the state must be a
         got a tuple of 2; the state comes first""",
