@@ -213,6 +213,30 @@ SOURCES = {
 }
 
 
+def episodes_in(source, form="next_step", names=None, final_rows=False):
+    """Return the steps and the final observation of each episode of a source, as `listed` does, and
+    the number of rows that they take."""
+    found, steps, num_rows = [], [], 0
+    for _, blocks in arrays._parts("from_arrays", source, names, final_rows):
+        for block, is_last in episodes.steps_of(blocks, form, final_rows):
+            num_rows += len(is_last) + (form == "same_step") * int(is_last.sum())
+            for at, is_end in enumerate(is_last):
+                one = nth(block, at)
+                steps.append((one.obs, one.action, bool(one.terminated), bool(one.truncated)))
+                if is_end:
+                    final = steps.pop()[0] if form == "next_step" else one.final_obs
+                    found.append((steps, final))
+                    steps = []
+    assert not steps
+    return found, num_rows
+
+
+def observations_of(source, **options):
+    """Return the observations of each episode of a source."""
+    found, _ = episodes_in(source, **options)
+    return [[*(float(obs) for obs, *_ in steps), float(final)] for steps, final in found]
+
+
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_source_fills_a_buffer(name, tmp_path, monkeypatch):
     """With all that its form does not lose, in blocks of any size, in which episodes lie in
@@ -282,18 +306,7 @@ def test_random_histories_are_those_of_a_loop_over_lists(form, monkeypatch):
             rows["next_obs"] = np.where(is_jump, 1000 + obs, after).astype(np.float32)
         final_rows = bool(r.random() < 0.3)
         monkeypatch.setattr(arrays, "BLOCK_BYTES", int(r.choice([1, 30, 60, 100, 200, 10**6])))
-        found, steps, num_rows = [], [], 0
-        for _, blocks in arrays._parts("", rows, None, final_rows):
-            for block, is_last in episodes.steps_of(blocks, form, final_rows):
-                num_rows += len(is_last) + (form == "same_step") * int(is_last.sum())
-                for at in range(len(is_last)):
-                    one = nth(block, at)
-                    steps.append((one.obs, one.action, bool(one.terminated), bool(one.truncated)))
-                    if is_last[at]:
-                        final = steps.pop()[0] if form == "next_step" else one.final_obs
-                        found.append((steps, final))
-                        steps = []
-        assert not steps
+        found, num_rows = episodes_in(rows, form, final_rows=final_rows)
         # of a row that is terminated and truncated, either may be said
         joined = lambda steps: [(*one[:3], one[2] or one[3]) for one in steps]
         either = [
@@ -302,22 +315,6 @@ def test_random_histories_are_those_of_a_loop_over_lists(form, monkeypatch):
         ]
         assert either[0] == either[1]
         assert datasets.required_capacity(rows, 1, form, final_rows=final_rows) == num_rows
-
-
-def observations_of(source, names=None, final_rows=False):
-    """Return the observations of each episode of a source."""
-    blocks = (
-        episodes.steps_of(rows, "next_step", final_rows)
-        for _, rows in arrays._parts("from_arrays", source, names, final_rows)
-    )
-    found, own = [], []
-    for steps, is_last in itertools.chain.from_iterable(blocks):
-        for obs, is_end in zip(steps.obs.tolist(), is_last, strict=True):
-            own.append(obs)
-            if is_end:
-                found.append(own)
-                own = []
-    return found
 
 
 SIX, NONE, EYE = np.arange(6, dtype=np.float32), np.zeros(6, bool), np.eye(6)
@@ -350,20 +347,24 @@ def test_ends_that_are_easily_missed(tmp_path):
     assert observations_of(npz(tmp_path, big)) == [[*range(6)]]
 
 
-def test_extras_may_have_a_row_for_each_observation():
-    """As Minari's infos. The last, of the final observation, is left out."""
+def test_extras_go_there_and_back():
+    """They may have a row for each observation, as Minari's infos. The last, of the final
+    observation, is left out."""
     seven, ends = np.arange(7, dtype=np.float32), SIX == 5
-    infos = {"position": 10 * seven, "number": np.arange(6)}
-    group = {"0": ROWS | {"observations": seven, "terminals": ends, "infos": infos}}
-    one = datasets.Episode(seven, SIX, SIX, ends, NONE, extras=infos)
-    names, replay = {"extras": "infos"}, buffer(num_envs=1)
-    for state in (
-        datasets.from_arrays(group, replay, names=names),
-        datasets.from_episodes([one], replay),
+    infos = {"position": 10 * seven, "grid": np.arange(12).reshape(6, 2)}
+    group = {"0": ROWS | {"observations": seven, "terminals": NONE, "infos": infos}}
+    one = datasets.Episode(seven, SIX, SIX, NONE, NONE, extras=infos)
+    names, replay = {"extras": "infos"}, buffer("same_step")
+    for num, state in (
+        (1, datasets.from_arrays(group, replay, names=names)),
+        (4, datasets.from_episodes([one] * 4, replay)),
     ):
-        (found,) = datasets.to_episodes(replay, state)
-        assert found.extras["position"].tolist() == [0, 10, 20, 30, 40, 50]
-        assert found.extras["number"].tolist() == [0, 1, 2, 3, 4, 5]
+        found = [*datasets.to_episodes(replay, state)]
+        assert [one.id for one in found] == [*range(num)]
+        for back in found:
+            np.testing.assert_array_equal(back.extras["position"], 10 * SIX)
+            np.testing.assert_array_equal(back.extras["grid"], infos["grid"])
+            assert back.truncations.tolist() == ends.tolist()
     assert datasets.required_capacity(group, names=names) == 7
     longer = {"0": group["0"] | {"infos": {"position": np.arange(8)}}}
     with pytest.raises(ValueError, match=r"arrays need the .*, position 8, observations 7"):

@@ -179,18 +179,6 @@ def test_a_final_observation_that_nobody_has():
     assert found == [([0, 1, 2, 2], True)]
 
 
-def test_extras_go_there_and_back():
-    replay, flags = buffer("same_step", 32, num_envs=2), np.zeros(4, bool)
-    number = np.arange(5, dtype=np.float32)
-    extras = {"log_prob": number[:4] / 8, "grid": np.arange(8).reshape(4, 2)}
-    given = [datasets.Episode(number, number[:4], number[:4], flags, flags, extras=extras)] * 3
-    found = [*datasets.to_episodes(replay, datasets.from_episodes(given, replay))]
-    assert [one.id for one in found] == [0, 1, 2]
-    for one in found:
-        jax.tree.map(np.testing.assert_array_equal, one.extras, extras)
-        assert one.truncations.tolist() == [False, False, False, True]
-
-
 def test_an_example_decides_the_dtypes():
     goal = jax.ShapeDtypeStruct((2,), np.float16)
     flags = {"terminated": np.False_, "truncated": np.False_}
