@@ -132,7 +132,7 @@ compat: $(OLDEST)/installed $(MIDDLE)/installed $(NEWEST:=/installed) $(VENV)/in
 TESTS = $(foreach name,$(1),$(wildcard tests/test_$(name).py tests/*/test_$(name).py))
 AS_ON_A_GPU := oracle_streams laws
 AS_ON_ONE_CORE := contract in_place uniform prioritized views
-AS_ON_ONE_REST := resize checkpoint checkpoint_damage checkpoint_faults checkpoint_hostile checkpoint_rewind
+AS_ON_ONE_REST := changed_buffer checkpoint checkpoint_damage checkpoint_faults checkpoint_hostile checkpoint_machine
 
 # Each file of tests is in one part.
 PART_core := types autoreset docstrings package newcomer_errors contract in_place layers laws uniform prioritized sum_tree queue blend mixture map_rows permutation errors x64 ecosystem
@@ -146,11 +146,11 @@ PART_replay := rows_of_others stateful staging threads interrupts transfers
 PART_actors := blocks actors processes
 PART_sb3 := sb3 sb3_rows sb3_saves sb3_hindsight sb3_interrupts sb3_priorities
 PART_checkpoint := checkpoint bundle checkpoint_manifests checkpoint_stores
-PART_damage := extras checkpoint_damage checkpoint_faults checkpoint_rewind
+PART_damage := extras checkpoint_damage checkpoint_faults checkpoint_machine
 PART_hostile := checkpoint_hostile
-PART_disk := checkpoint_failing_disk checkpoint_writers tiered_disk
+PART_disk := checkpoint_writers tiered_disk
 PART_signals := checkpoint_interrupts
-PART_resize := resize changed_buffer opened
+PART_resize := changed_buffer opened
 PART_examples := examples
 PART_compat := flashbax brax orbax
 PART_gpu := oracle_streams laws $(AS_ON_ONE_CORE)

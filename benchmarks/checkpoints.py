@@ -26,7 +26,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from checkpoint_ways import PORT, Kind, filled, images, prepare, small, state_bytes
+from checkpoint_ways import PORT, Kind, images, prepare, small, state_bytes
 
 _RESTORES = 3  # from the disk, and from memory; allocating new memory is slow at times
 _HERE = pathlib.Path(__file__).resolve().parent
@@ -41,7 +41,7 @@ _WAYS = {
 }
 # kinds of rows, and which ways are measured for each
 _KINDS = {
-    "images": ("plain", "jaxreplay", "zstd", "pickle", "orbax", "vault", "loop"),
+    "images": ("plain", "jaxreplay", "zstd", "pickle", "orbax", "vault"),
     "rows, 1 M": ("plain", "jaxreplay", "zstd", "bucket", "pickle", "orbax"),
     "rows, 10 M": ("plain", "jaxreplay", "zstd", "pickle", "orbax"),
 }
@@ -85,15 +85,14 @@ def main() -> None:
     parser.add_argument("--kind", choices=_KINDS, help="one kind of rows; default: all")
     parser.add_argument(
         "--way",
-        choices=[*_WAYS, "loop"],
+        choices=_WAYS,
         help="one process, whose figures go to the standard output as JSON",
     )
     parser.add_argument("--folder", help="where files are written; a temporary one by default")
     options = parser.parse_args()
     if options.way:
         kind = _kind(options.kind, options.quick)
-        measure = _loop if options.way == "loop" else _measured
-        print(json.dumps(measure(options.way, kind, pathlib.Path(options.folder))))
+        print(json.dumps(_measured(options.way, kind, pathlib.Path(options.folder))))
         return
     file, text = _HERE / "CHECKPOINTS.md", _intro(1 if options.quick else 3)
     before = file.read_text().split("\n## ")[1:] if options.kind else []
@@ -221,42 +220,6 @@ def _size(path: pathlib.Path) -> int:
     return sum(file.stat().st_size for file in _files(path))
 
 
-def _loop(_: str, kind: Kind, folder: pathlib.Path) -> dict[str, float]:
-    """Time a loop of adds and samples, in microseconds per iteration, alone and during a
-    nonblocking save."""
-    import itertools
-
-    import jax
-
-    import jaxreplay as jr
-    from jaxreplay.checkpoint import Checkpointer
-
-    saved, _, state = filled(kind)
-    buffer, steps = jr.jit(saved), kind.steps(8, 7)
-    each = itertools.cycle([jax.tree.map(lambda leaf, t=t: leaf[t], steps) for t in range(8)])
-    keys = itertools.cycle(list(jax.random.split(jax.random.key(0), 64)))
-    found: dict[str, float] = {}
-    for name in ("first", "second"):
-        checkpointer = Checkpointer(folder / name, saved, compression_level=None)
-        for what in ("alone", "saving", "alone after"):
-            os.sync()
-            start, count = time.perf_counter(), 0
-            if what == "saving":
-                checkpointer.save(state, blocking=False)
-                found["pause"] = time.perf_counter() - start
-            loop_start = time.perf_counter()
-            while count < 2_000:
-                state = buffer.add(state, next(each))
-                jax.block_until_ready(buffer.sample(state, next(keys)))
-                count += 1
-            found[what] = (time.perf_counter() - loop_start) / count * 1e6
-            if what == "saving":
-                checkpointer.wait_until_finished()
-                found["seconds"] = time.perf_counter() - start
-        shutil.rmtree(folder / name)
-    return found
-
-
 def _intro(rounds: int) -> str:
     versions = [f"{name} {importlib.metadata.version(name)}" for name in _LIBRARIES]
     return _INTRO.format(
@@ -304,14 +267,6 @@ def _part(title: str, runs: dict[str, list[dict[str, float]]], kind: Kind) -> st
 Not compressed, jaxreplay's speed over that of the plain write: {", ".join(speeds)}. A save of 1 %
 more took {ours["save 1 %"] / ours["save"]:.0%} of the full one's time and
 {ours["bytes of 1 %"] / ours["bytes"]:.1%} of its bytes.
-"""
-    if loop := median.get("loop"):
-        text += f"""
-A loop of an add of 16 steps and a sample of 32, one jitted call after another, took
-{loop["alone"]:,.0f} microseconds an iteration alone ({loop["alone after"]:,.0f} afterwards), and
-{loop["saving"]:,.0f} after `save(state, blocking=False)` of everything with
-`compression_level=None`, whose call took {loop["pause"] * 1e3:,.0f} ms: all but three files are
-written by then. The save and 2,000 iterations took {loop["seconds"]:.2f} seconds.
 """
     return text
 

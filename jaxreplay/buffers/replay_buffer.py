@@ -193,8 +193,10 @@ class ReplayBuffer(Static, Generic[T]):
         Args:
           example: One env's step or one item, as for `init`.
         """
-        example = self._example("memory", example)
-        return memory.memory_of(jax.eval_shape(lambda: self._empty(example)), self.capacity)
+        leaves, structure = jax.tree.flatten(self._example("memory", example))
+        # traced once for an example, and compiled by `init`
+        given = self, structure, tuple(leaves), self.layout().platform
+        return memory.memory_of(_compiled_empty.eval_shape(*given), self.capacity)
 
     def _example(self, where: str, example: PyTree) -> Any:
         """Return the shapes and dtypes of one env's step, or of an item."""

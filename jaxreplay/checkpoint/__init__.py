@@ -6,8 +6,7 @@ Saves write only new rows, are atomic, and work in chunks, so they never hold a 
     checkpointer.save(state, step)
     state = checkpointer.restore(example)
 
-`save(state, step, extras=pytree)` saves the agent, too; `save(..., blocking=False)` writes in the
-background.
+`save(state, step, extras=pytree)` saves the agent, too.
 """
 
 from typing import Any

@@ -1,7 +1,6 @@
 """`Checkpointer`: incremental saves of one run, and restores."""
 
 import collections
-import contextlib
 import copy
 import json
 import operator
@@ -26,7 +25,7 @@ from jaxreplay.checkpoint.fits import check_path
 from jaxreplay.checkpoint.manifest import MOST_DEPTH, STEPS, Manifest, check_depth
 from jaxreplay.checkpoint.planning import Plan, Split
 from jaxreplay.checkpoint.restoring import MissingRows, Reading
-from jaxreplay.checkpoint.saving import Saving
+from jaxreplay.checkpoint.saving import File, written
 from jaxreplay.checkpoint.store import store_at
 from jaxreplay.checkpoint.verifying import Verified
 from jaxreplay.distributed.parts import Parts
@@ -128,8 +127,6 @@ class Checkpointer:
         self._overwrite = overwrite
         self._chunk_bytes, self._level, self._bar = chunk_bytes, compression_level, bars(progress)
         self._base: Manifest | None = None  # which the current state continues
-        self._saving: Saving | None = None
-        self._plan: Plan | None = None  # of the running save
         self.step: int | None = None  # of the restored checkpoint
         self.metadata: dict[str, Any] = {}  # of the restored checkpoint
         # arrays of a `Replay` that the next save writes, too, and those of the restored checkpoint
@@ -141,7 +138,7 @@ class Checkpointer:
     def all_steps(self) -> list[int]:
         """Return the steps of the existing checkpoints, newest last. Only their manifests are
         checked."""
-        # of its own: a save in the background reads and writes the chain's
+        # of its own: another thread may save
         found, _ = Chain(self._store).read()
         return [manifest.step for manifest in reversed(found)]
 
@@ -149,25 +146,19 @@ class Checkpointer:
         """Return the step of the newest checkpoint, or None if there is none."""
         return steps[-1] if (steps := self.all_steps()) else None
 
-    @property
-    def is_saving(self) -> bool:
-        """True from `save(..., blocking=False)` until `wait_until_finished`."""
-        return self._saving is not None
-
     def save(
         self,
         state: Any,
         step: int | None = None,
         *,
         extras: Any = None,
-        blocking: bool = True,
         copy: bool = False,
         metadata: dict[str, Any] | None = None,
     ) -> None:
         """Write a checkpoint: of the state, and of all that goes with it.
 
-        A background save that is still running is finished first. If the save fails, the existing
-        checkpoints are kept.
+        If the save fails, the existing checkpoints are kept. One thread at a time may call a
+        `Checkpointer`.
 
         Args:
           state: The buffer's state, or a dict of a mixture's members' states. It stays valid. Rows
@@ -179,10 +170,6 @@ class Checkpointer:
             parameters, the optimizer's state, envs and observations. One checkpoint has the rows
             and these, or neither. Written completely. Several processes pass equal ones. Default:
             none.
-          blocking: Whether to return only after the checkpoint is written. If False, the save
-            returns when all is copied, and the last three files, of at most half of `chunk_bytes`
-            each, are written in the background; several processes commit it in
-            `wait_until_finished`. Default: True.
           copy: Whether the checkpoint of a `jaxreplay.tiered` buffer has a copy of rows that are in
             files. If not, all that is in the files is written to the disk, and the checkpoint has
             the index alone: it can be restored while the folder is there, without the rows that
@@ -206,13 +193,16 @@ class Checkpointer:
             step = None if step is None else _checked_step(step)
             beside = {extras_of.BESIDE + name: leaf for name, leaf in self.beside.items()}
             extra, self.beside = extras_of.leaves_of(extras) | beside, {}
-        self.wait_until_finished()
-        with self._ending():
-            splits = {name: self._split(name, own, copy) for name, own in states.items()}
-            self._plan = plan = self._planned(splits, extra, step, blocking, metadata)
-            self._begin(plan, splits)
-            if blocking:
-                self._finish()
+        plan = None
+        try:
+            with self._processes.agreed():
+                splits = {name: self._split(name, own, copy) for name, own in states.items()}
+                plan = self._planned(splits, extra, step, metadata)
+                self._write(plan, splits)
+        except BaseException:
+            if plan is not None:
+                self._chain.abandon(plan.draft.folder)
+            raise
 
     def _split(self, name: str, state: Any, has_copy: bool) -> Split:
         """Divide a member's state into what a checkpoint has of it."""
@@ -228,11 +218,10 @@ class Checkpointer:
         splits: dict[str, Split],
         extras: dict[str, Any],
         step: int | None,
-        blocking: bool,
         metadata: dict[str, Any],
     ) -> Plan:
         """Plan a save. All processes return the same plan."""
-        options = self._chunk_bytes, self._level, blocking
+        options = self._chunk_bytes, self._level
 
         def enter() -> tuple[Any, ...]:
             found = self._chain.read()[0]
@@ -249,7 +238,7 @@ class Checkpointer:
         folder, own_step, is_base_there, metadata, of_first = self._processes.first(enter)
         if options != of_first:
             raise ValueError(
-                "save: chunk_bytes, compression_level and blocking must be equal in all processes"
+                "save: chunk_bytes and compression_level must be equal in all processes"
             )
         goes_on = self._base is not None
         if not is_base_there:
@@ -276,17 +265,23 @@ class Checkpointer:
         self._processes.first(check)
         return plan
 
-    def _begin(self, plan: Plan, splits: dict[str, Split]) -> None:
-        """Start the threads of a save, and copy for them what this process has."""
-        num, index = self._processes.num, self._processes.index
+    def _write(self, plan: Plan, splits: dict[str, Split]) -> None:
+        """Write the files of this process, and the manifest when those of all are written. Then
+        delete checkpoints that are not kept."""
         with defer_interrupts():
-            bar = self._bar(f"save {plan.draft.step}", plan.num_bytes // num)
-        saving = self._saving = Saving(self._store, self._level, bar)
+            bar = self._bar(f"save {plan.draft.step}", plan.num_bytes // self._processes.num)
+        own = written(self._store, self._level, bar, self._files(plan, splits))
+        every = {name: sums for one in self._processes.told(own) for name, sums in one.items()}
+        manifest = plan.manifest(every)
+        self._processes.first(lambda: self._chain.commit(manifest))
+        self._base = manifest
+        self._processes.first(lambda: self._chain.collect(self.max_to_keep))
+
+    def _files(self, plan: Plan, splits: dict[str, Split]) -> Iterator[File]:
+        """Yield the files that this process writes, with copies of the rows."""
+        num, index = self._processes.num, self._processes.index
         for name, pieces in plan.rest_files()[index::num]:
-            copies = lambda pieces=pieces: {
-                one.name: rows.piece_of(plan.rest[one.name], one.start, one.stop) for one in pieces
-            }
-            saving.put(name, copies)
+            yield File(name, {one.name: rows.piece_of(plan.rest[one.name], one) for one in pieces})
         for member, new in plan.new_groups():
             # all of one size: few programs are compiled, and memory is used again
             size = pow2.power_above(max((group.num_rows for group in new), default=1))
@@ -294,59 +289,9 @@ class Checkpointer:
             for group in new:
                 if (part := splits[member].parts.having(group.env)) is not None:
                     picked = rows.rows_in(part, group.rows())
-                    padded = pow2.padded(picked, size, picked[-1])
-                    spare = spares[part.env]
-                    copy_of = lambda part=part, padded=padded, spare=spare: rows.read(
-                        part.state, padded, spare.pop() if spare else None
-                    )
-                    saving.put(group.file, copy_of, len(picked), spare)
-        plan.rest.clear()  # it is copied
-        saving.close((lambda: self._commit(plan, saving.written)) if num == 1 else None)
-
-    def _commit(self, plan: Plan, written: dict[str, Any]) -> None:
-        """Write the manifest of a complete checkpoint, and delete checkpoints that are not kept."""
-        manifest = plan.manifest(written)
-        self._processes.first(lambda: self._chain.commit(manifest))
-        self._base = manifest
-        self._processes.first(lambda: self._chain.collect(self.max_to_keep))
-
-    def wait_until_finished(self) -> None:
-        """Wait until a background save is complete.
-
-        Does nothing if no save is running. An error of the save is raised here.
-
-        Raises:
-          OSError: The checkpoint could not be written.
-          PathInUseError: Another writer was faster.
-        """
-        if self._saving is not None:
-            with self._ending():
-                self._finish()
-
-    def _finish(self) -> None:
-        saving, plan = self._saving, self._plan
-        assert saving is not None
-        assert plan is not None
-        saving.join()
-        if self._processes.num > 1:
-            written: dict[str, Any] = {}
-            for one in self._processes.told(saving.written):
-                written |= one
-            self._commit(plan, written)
-        self._saving = self._plan = None
-
-    def close(self) -> None:
-        """End a background save, as `wait_until_finished` does. The object can still be used."""
-        self.wait_until_finished()
-
-    def __enter__(self) -> "Checkpointer":
-        return self
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        """Close. After an error, which other processes do not know of, cancel a save with them."""
-        if kind is not None and self._processes.num > 1:
-            self._abandon()
-        self.close()
+                    padded, spare = pow2.padded(picked, size, picked[-1]), spares[part.env]
+                    copied = rows.read(part.state, padded, spare.pop() if spare else None)
+                    yield File(group.file, copied, len(picked), spare)
 
     def restore(
         self,
@@ -394,11 +339,9 @@ class Checkpointer:
             buffer, or several processes pass different arguments.
           CorruptCheckpointError: No checkpoint is intact, or the one of that step is damaged; the
             error names the files.
-          RuntimeError: A background save is running, or the process was forked.
+          RuntimeError: The process was forked.
         """
         check_not_forked("this Checkpointer", self._pid)
-        if self._saving is not None:
-            raise RuntimeError("restore: a save is under way; call wait_until_finished() first")
         if self._shards is not None and sharding is not None:
             raise ValueError("restore: a sharded buffer's mesh is its own; leave out sharding")
         if self._tier is not None and sharding is not None:
@@ -443,25 +386,6 @@ class Checkpointer:
           A `Verified` for each checkpoint, newest first, with its problems.
         """
         return verifying.verified(self._store, Chain(self._store), self._bar)
-
-    @contextlib.contextmanager
-    def _ending(self) -> Iterator[None]:
-        """Cancel the running save on an error."""
-        check_not_forked("this Checkpointer", self._pid)
-        try:
-            with self._processes.agreed():
-                yield
-        except BaseException:
-            self._abandon()
-            raise
-
-    def _abandon(self) -> None:
-        saving, plan = self._saving, self._plan
-        self._saving = self._plan = None
-        if saving is not None:
-            saving.abandon()
-        if plan is not None:
-            self._chain.abandon(plan.draft.folder)
 
     def _checked_states(self, where: str, state: Any) -> dict[str, Any]:
         """Return the states of the members by name, or raise a ValueError if they are not."""

@@ -3,7 +3,6 @@ few chunks of memory."""
 
 import dataclasses
 import functools
-import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,7 +27,7 @@ from jaxreplay.checkpoint.groups import Group
 from jaxreplay.checkpoint.manifest import TOKEN, Manifest, Member
 from jaxreplay.checkpoint.planning import in_member
 from jaxreplay.checkpoint.rows import Picked
-from jaxreplay.checkpoint.threads import Threads
+from jaxreplay.checkpoint.threads import in_turn
 from jaxreplay.distributed.processes import Processes
 from jaxreplay.storage import adopt, ring, row_flags, stored_arrays
 from jaxreplay.storage.layout import Layout
@@ -382,7 +381,7 @@ class Reading:
             fresh = Rows(**stored, candidate_number=None, table=None)
             if apart is not None:
                 fresh = fresh.replace(steps=None)
-            state = ReplayState(fresh, Counters.zeros(layout).set(**counters), None)
+            state = ReplayState(fresh, _counters(layout, counters), None)
             made = rebuild(buffer, state, numbers, is_intact=self._is_whole)
             made = jax.block_until_ready(made)
             return made if apart is None else made.replace(rows=made.rows.replace(steps=apart))
@@ -467,31 +466,35 @@ class Reading:
         def read(group: Group) -> tuple[Group, dict[str, np.ndarray]]:
             return group, group.read(self._store, all_leaves, buffers.take)
 
+        def put(read: tuple[Group, dict[str, np.ndarray]]) -> None:
+            nonlocal stored
+            group, found = read
+            env_of, number = group.rows()
+            is_read = number >= first[env_of]
+            index = rows.rows_at(Picked(env_of[is_read] - env, number[is_read]), length)
+            own = [found[name] for name, _ in leaves]
+            own = own if is_read.all() else [leaf[is_read] for leaf in own]
+            values = jax.tree.unflatten(jax.tree.structure(specs), own)
+            stored = rows.put(stored, index, values, most)
+            buffers.give_back(found[leaves[0][0]])
+            self._progress(len(index) * row_bytes)
+
         chosen = [groups[at] for at in reversed(range(len(groups))) if counts[at]]
-        threads, left = Threads(_AT_ONCE, "jaxreplay-restore"), iter(chosen)
-        try:
-            for group in itertools.islice(left, _AT_ONCE):
-                threads.put(read, group)
-            for _ in chosen:
-                group, found = threads.get()
-                env_of, number = group.rows()
-                is_read = number >= first[env_of]
-                index = rows.rows_at(Picked(env_of[is_read] - env, number[is_read]), length)
-                own = [found[name] for name, _ in leaves]
-                own = own if is_read.all() else [leaf[is_read] for leaf in own]
-                values = jax.tree.unflatten(jax.tree.structure(specs), own)
-                stored = rows.put(stored, index, values, most)
-                buffers.give_back(found[leaves[0][0]])
-                self._progress(len(index) * row_bytes)
-                for group in itertools.islice(left, 1):
-                    threads.put(read, group)
-            threads.abandon()
-        except BaseException:  # also an interrupt in the middle of the line above
-            threads.abandon()
-            raise
+        in_turn(read, chosen, put, _AT_ONCE, "jaxreplay-restore")
         return stored
 
 
 def _empty(example: Any, layout: Layout) -> ReplayState:
     """Return an empty state of a layout, for an example of one env's step or item."""
-    return jax.jit(lambda: ReplayState.empty(layout, checks.specs("restore", example), None))()
+    leaves, structure = jax.tree.flatten(checks.specs("restore", example))
+    return _compiled_empty(tuple(leaves), structure, layout)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _compiled_empty(leaves: tuple[Any, ...], structure: Any, layout: Layout) -> ReplayState:
+    return ReplayState.empty(layout, jax.tree.unflatten(structure, leaves), None)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _counters(layout: Layout, values: dict[str, Any]) -> Counters:
+    return Counters.zeros(layout).set(**values)

@@ -10,12 +10,12 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay._util import pow2
 from jaxreplay._util.names import named
 from jaxreplay.buffers.adopt import canonical, stored
+from jaxreplay.checkpoint.bundle import Piece
 from jaxreplay.distributed.parts import Part
 from jaxreplay.storage import ring, stored_arrays
 from jaxreplay.storage.layout import Layout
@@ -94,8 +94,11 @@ def read(state: ReplayState, index: jax.Array, spare: Any = None) -> Any:
 def on_host(leaf: Any) -> np.ndarray:
     """Return a leaf's values. On a CPU they are its own memory, of which no view is kept, so that
     it may be donated later."""
-    if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) == 1:
+    if isinstance(leaf, jax.Array) and leaf.is_fully_replicated:
         leaf = leaf.addressable_data(0)
+    elif isinstance(leaf, jax.Array):
+        own = [shard.data for shard in leaf.addressable_shards]
+        leaf = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, own)
     return np.asarray(leaf)
 
 
@@ -137,17 +140,13 @@ def _jitted(function: Any, structure: Any, shardings: tuple[Any, ...]) -> Any:
     )
 
 
-def piece_of(leaf: Any, start: int, stop: int) -> Any:
-    """Return a copy of the rows `start` to `stop - 1` of a leaf, or of a scalar."""
-    if not isinstance(leaf, jax.Array):
-        return np.array(leaf[start:stop] if np.ndim(leaf) else leaf)
-    is_whole = not leaf.ndim or stop - start == len(leaf)
-    return copied(leaf) if is_whole else _piece(leaf, start, stop - start)
-
-
-@jax.jit
-def copied(tree: Any) -> Any:
-    return jax.tree.map(jnp.copy, tree)
+def piece_of(leaf: Any, piece: Piece) -> Any:
+    """Return the rows of a piece of a leaf, or a scalar."""
+    size = piece.stop - piece.start
+    if not np.ndim(leaf) or size == len(leaf):
+        return leaf
+    is_on_device = isinstance(leaf, jax.Array)
+    return _piece(leaf, piece.start, size) if is_on_device else leaf[piece.start : piece.stop]
 
 
 @functools.partial(jax.jit, static_argnums=2)

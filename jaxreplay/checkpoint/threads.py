@@ -2,89 +2,101 @@
 
 import queue
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 from jaxreplay._util import transfers
 from jaxreplay._util.signals import defer_interrupts
 
+_Call = TypeVar("_Call")
+_Result = TypeVar("_Result")
 
-class Threads:
-    """Threads that call functions, until one raises an error.
+
+def in_turn(
+    function: Callable[[_Call], _Result],
+    calls: Iterable[_Call],
+    use: Callable[[_Result], None],
+    num: int,
+    name: str,
+) -> None:
+    """Let threads call a function of each of `calls`, and use the results in the caller's thread.
+
+    No thread is left, and after an error the remaining calls are skipped.
+
+    Args:
+      function: What the threads call.
+      calls: Its arguments. The next one is taken as soon as less than `num` calls run.
+      use: Gets the results, in the order in which the calls end.
+      num: Number of threads.
+      name: Their name.
+    """
+    threads, left, num_running = _Threads(function, num, name), iter(calls), 0
+    try:
+        while (call := next(left, None)) is not None:
+            threads.put(call)
+            del call  # its memory is freed when its thread has ended it
+            num_running += 1
+            if num_running == num:
+                use(threads.get())
+                num_running -= 1
+        for _ in range(num_running):
+            use(threads.get())
+        threads.end()
+    except BaseException:  # also an interrupt in the middle of the line above
+        threads.end()
+        raise
+
+
+class _Threads:
+    """Threads that call a function, until it raises an error.
 
     The caller's thread waits by C functions alone (`SimpleQueue.get`, `Thread.join`), since a
     signal's handler may raise an error there at any time. In the middle of a `Condition`, such as
     those of `Future`, it would leave a lock behind that is never released.
-
-    Args:
-      num: Number of threads.
-      name: Name of the threads.
     """
 
-    def __init__(self, num: int, name: str):
-        self.error: BaseException | None = None  # the first one
-        self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()  # None: there are no more
+    def __init__(self, function: Callable[[Any], Any], num: int, name: str):
+        self._function = transfers.allows(function)
+        self._error: BaseException | None = None  # the first one
+        self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()  # (): there are no more
         self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._lock, self._num_running = threading.Lock(), num  # for these threads alone
-        self._last: Callable[[], None] | None = None
-        self._is_closed = False
         self._threads = [threading.Thread(target=self._run, name=name) for _ in range(num)]
         self._num_started = 0  # `put` starts them: an interrupt here would leave unknown threads
 
-    def put(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Let a thread call a function."""
+    def put(self, call: Any) -> None:
+        """Let a thread call the function."""
         with defer_interrupts():
             for thread in self._threads[self._num_started :]:
                 thread.start()
                 self._num_started += 1
-        self._calls.put((function, arguments))
+        self._calls.put((call,))
 
     def get(self) -> Any:
         """Wait for the end of a call, and return its result, or raise the first error."""
         found = self._results.get()
-        self.check()
+        if self._error is not None:
+            raise self._error
         return found
 
-    def check(self) -> None:
-        """Raise the first error, if there was one."""
-        if self.error is not None:
-            raise self.error
-
-    def close(self, last: Callable[[], None] | None = None) -> None:
-        """Let the threads end after the calls, of which there was one at least. The last one calls
-        `last`, unless there was an error."""
+    def end(self) -> None:
+        """Skip further calls, and wait for those that run. The threads end even if the wait is
+        interrupted."""
+        self._error = self._error or RuntimeError("cancelled")
         with defer_interrupts():
-            if not self._is_closed:
-                self._is_closed, self._last = True, last
-                for _ in self._threads:
-                    self._calls.put(None)
-
-    def join(self) -> None:
-        """Wait until the threads have ended, after `close`."""
+            for _ in self._threads:
+                self._calls.put(())
         for thread in self._threads[: self._num_started]:
             thread.join()
 
-    def abandon(self) -> None:
-        """Skip further calls, and wait for those that run. The threads end even if the wait is
-        interrupted."""
-        self.error = self.error or RuntimeError("cancelled")
-        self.close()
-        self.join()
-
     def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
+        while call := self._calls.get():
             self._results.put(self._try(*call))
-            del call  # frees the arguments
-        with self._lock:
-            self._num_running -= 1
-            is_last = not self._num_running
-        if is_last and self._last is not None:
-            self._try(self._last, ())
+            del call  # frees the argument
 
-    def _try(self, function: Callable[..., Any], arguments: Any) -> Any:
-        if self.error is None:
+    def _try(self, call: Any) -> Any:
+        if self._error is None:
             try:
-                return transfers.allows(function)(*arguments)
+                return self._function(call)
             except BaseException as error:
-                self.error = self.error or error
+                self._error = self._error or error
         return None

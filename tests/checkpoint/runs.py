@@ -36,10 +36,9 @@ def check_restored(checkpointer, end, start=0):
     check(checkpointer.restore(EXAMPLE), end, start)
 
 
-def save_run(checkpointer, end, blocking=True):
-    """Save the run of so many steps, and wait until it is saved."""
-    checkpointer.save(state_of(end), end, blocking=blocking)
-    checkpointer.wait_until_finished()
+def save_run(checkpointer, end):
+    """Save the run of so many steps."""
+    checkpointer.save(state_of(end), end)
 
 
 def replay_of(end, start=0):
@@ -52,9 +51,9 @@ def replay_of(end, start=0):
 
 def save_two(path, ends=(20, 25)):
     """Save two checkpoints of a run under a path, in groups of few rows. Each names its end."""
-    with Checkpointer(path, BUFFER, chunk_bytes=1000, max_to_keep=2) as checkpointer:
-        for end in ends:
-            checkpointer.save(state_of(end), end, metadata={"end": end})
+    checkpointer = Checkpointer(path, BUFFER, chunk_bytes=1000, max_to_keep=2)
+    for end in ends:
+        checkpointer.save(state_of(end), end, metadata={"end": end})
     return path
 
 

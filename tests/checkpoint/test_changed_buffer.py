@@ -1,4 +1,5 @@
-"""A run is resumed after its buffer was changed: each change of a public report of a user."""
+"""A run is resumed after its buffer was changed: the new one adopts what was saved. What an adopt
+makes of rows is tested in tests/buffers/test_adopt.py."""
 
 import functools
 
@@ -9,13 +10,15 @@ import pytest
 
 import jaxreplay as jr
 from jaxreplay import checkpoint
-from jaxreplay.checkpoint import Checkpointer
+from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError
+from tests.checkpoint.runs import files_of, groups_of
 from tests.conftest import ALL
-from tests.support.buffers import bits, jitted
+from tests.support.buffers import bits, jitted, jitted_draw
+from tests.support.checkpointed_run import EXAMPLE as ITEM, added, begun, expected, items, numbers
+from tests.support.refusals import refused
 from tests.support.steps import nth
 
 NUM_ENVS, TIME = 2, 70
-KEY = jax.random.key(0)
 
 
 def steps_of(num_envs=NUM_ENVS):
@@ -36,9 +39,15 @@ STEPS = steps_of()
 EXAMPLE = nth(STEPS, (0, 0))
 
 
-def begun(buffer):
-    """Return a state after the steps."""
-    return jr.jit(buffer).extend(buffer.init(EXAMPLE), STEPS)
+def fed(buffer, times=1):
+    """Return a state after the steps, some of whose priorities were updated."""
+    state = jitted(buffer, "init")(EXAMPLE)
+    for _ in range(times):
+        state = jitted(buffer, "extend")(state, STEPS)
+    if isinstance(buffer.sampler, jr.Prioritized):
+        index = jitted(buffer, "get")(state, np.arange(9)).index
+        state = jitted(buffer, "update_priorities")(state, index, np.arange(9, dtype=np.float32))
+    return state
 
 
 def uniform(**changes):
@@ -46,9 +55,9 @@ def uniform(**changes):
     return jr.uniform(**options | changes)
 
 
-def prioritized(**changes):
+def prioritized(capacity=60, **changes):
     return jr.transitions(
-        capacity=60,
+        capacity=capacity,
         num_envs=NUM_ENVS,
         batch_size=16,
         autoreset="same_step",
@@ -60,91 +69,63 @@ def near(achieved, goal, step):
     return -jnp.abs(achieved - goal).sum()
 
 
-def renamed(achieved, goal, step):
-    return -jnp.abs(achieved - goal).sum()
-
-
-def hindsight(buffer=None, reward_fn=near, **changes):
+def hindsight(**changes):
     keys = {"achieved_key": "at", "desired_key": "goal"}
-    return jr.hindsight(uniform() if buffer is None else buffer, reward_fn, **keys | changes)
-
-
-def halved(item, key):
-    return item.replace(reward=item.reward / 2)
+    return jr.hindsight(uniform(), near, **keys | changes)
 
 
 CHANGES = {
-    "gamma": (uniform(gamma=0.99), uniform(gamma=0.9)),
-    "n_step": (uniform(), uniform(n_step=3)),
-    "fewer n_step": (uniform(n_step=3), uniform()),
-    "allow_mask": (uniform(), uniform(allow_mask=True)),
-    "no mask": (uniform(allow_mask=True), uniform()),
+    "larger, with priorities": (prioritized(), prioritized(capacity=200, alpha=0.9)),
+    "smaller, n_step, mask": (uniform(), uniform(capacity=40, n_step=3, allow_mask=True)),
+    "fewer n_step": (uniform(n_step=3), uniform(gamma=0.9)),
+    "no mask": (uniform(allow_mask=True), uniform(min_size=9)),
     "track_episodes": (uniform(), uniform(track_episodes=True)),
-    "min_size": (uniform(), uniform(min_size=9)),
-    "capacity": (uniform(), uniform(capacity=40)),
     "autoreset": (uniform(), uniform(autoreset="next_step")),
-    "alpha": (prioritized(), prioritized(alpha=0.9)),
     "stratified": (prioritized(), prioritized(stratified=False)),
-    "with priorities": (uniform(), prioritized()),
-    "without priorities": (prioritized(), uniform()),
-    "relabel_fraction": (hindsight(), hindsight(relabel_fraction=0.5)),
-    "strategy": (hindsight(), hindsight(strategy="episode")),
-    "reward function": (hindsight(), hindsight(reward_fn=renamed)),
+    "new priorities": (uniform(), prioritized()),
+    "without priorities": (prioritized(capacity=200), uniform()),
+    "relabel_fraction": (hindsight(), hindsight(relabel_fraction=0.5, strategy="episode")),
     "hindsight": (uniform(), hindsight()),
-    "transform": (uniform(), jr.transform(uniform(), halved)),
+    "fewer envs": (uniform(), uniform(num_envs=1)),
+    "more envs": (uniform(), uniform(capacity=240, num_envs=4)),
 }
+OFTEN = ("larger, with priorities", "smaller, n_step, mask")
 
 
-OFTEN = {"gamma", "n_step", "allow_mask", "alpha", "with priorities", "strategy", "transform"}
+@functools.partial(jax.jit, static_argnums=0)
+def told(buffer, state):
+    """Return what an episode table tells of each row."""
+    if not buffer.has_table:
+        return ()
+    table, row = buffer.episode_table(state), jnp.arange(buffer.capacity, dtype=jnp.int32)
+    return table.steps_to_end(row), table.steps_from_start(row), table.is_complete(row)
+
+
+@jax.jit
+def of_rows(state):
+    """Leave out the episode table, whose arrays and ordinals may differ for equal episodes."""
+    rows = state.rows.replace(table=None)
+    return state.replace(rows=rows, counters=state.counters.set(ordinal=0))
+
+
+def check_adopts(path, old, new, state, example=EXAMPLE):
+    """Check that a buffer restores what it adopts of a state that another one has saved."""
+    checkpoint.save(path, old, state)
+    found, adopted = checkpoint.restore(path, new, example), jitted(new, "adopt")(state)
+    assert bits(told(new, found)) == bits(told(new, adopted))
+    assert jax.tree.structure(found) == jax.tree.structure(adopted)
+    assert bits(of_rows(found)) == bits(of_rows(adopted))
+    return found, adopted
 
 
 @pytest.mark.parametrize(
     "change",
     [pytest.param(name, marks=[pytest.mark.thorough] * (name not in OFTEN)) for name in CHANGES],
 )
-def test_a_changed_buffer_restores_the_rows(change, tmp_path):
-    """The result is that of a buffer that was so from the start."""
+def test_a_changed_buffer_restores_what_it_adopts(change, tmp_path):
     old, new = CHANGES[change]
-    checkpoint.save(tmp_path, old, begun(old))
     example = EXAMPLE if new.autoreset == "same_step" else EXAMPLE.replace(final_obs=None)
-    state = checkpoint.restore(tmp_path, new, example)
-    if new.autoreset == old.autoreset:
-        wanted = begun(new)
-        assert jax.tree.structure(state) == jax.tree.structure(wanted)
-        size = int(jitted(new, "size")(wanted))
-        assert int(jitted(new, "size")(state)) == size
-        batches = [jr.jit(new).sample(one, KEY) for one in (state, wanted)]
-        assert bits(batches[0].replace(index=None)) == bits(batches[1].replace(index=None))
-    assert jr.jit(new).sample(state, KEY).is_valid.all()
-
-
-def test_the_run_goes_on_under_its_path(tmp_path):
-    """Restored rows are not written again."""
-    old, new = uniform(gamma=0.99), uniform(gamma=0.9, n_step=2)
-    checkpoint.save(tmp_path, old, begun(old), step=1)
-    with Checkpointer(tmp_path, new) as checkpointer:
-        state = checkpointer.restore(EXAMPLE)
-        groups = [*tmp_path.glob("rows/*")]
-        checkpointer.save(jr.jit(new).add(state, nth(STEPS, 0)), step=2)
-        assert set(groups) < {*tmp_path.glob("rows/*")}
-        assert checkpointer.all_steps() == [1, 2]
-    assert int(jitted(old, "size")(checkpoint.restore(tmp_path, old, EXAMPLE))) > 0
-
-
-@pytest.mark.parametrize("num_envs", [1, *[4] * ALL])
-def test_another_number_of_envs(num_envs, tmp_path):
-    """A run of two envs goes on with one or four. No transition of either env is lost but the
-    newest, which has no next observation any more."""
-    old = uniform(capacity=200)
-    checkpoint.save(tmp_path, old, begun(old))
-    new = uniform(capacity=400, num_envs=num_envs)
-    state = checkpoint.restore(tmp_path, new, EXAMPLE)
-    ended = jr.jit(old).end_streams(begun(old))
-    assert int(jitted(new, "size")(state)) == int(jitted(old, "size")(ended))
-    state = jr.jit(new).extend(state, steps_of(num_envs))
-    item = jr.jit(new).sample(state, KEY, 512).experience
-    pairs = item.obs["time"], item.next_obs["time"]
-    assert bool((pairs[1] - pairs[0] <= 1).all())
+    check_adopts(tmp_path, old, new, fed(old), example)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +139,7 @@ def test_another_number_of_envs(num_envs, tmp_path):
     ids=str,
 )
 def test_tracked_episodes_come_along(changes, tmp_path):
-    """As by an adopt. A final row that env 1 owes does not come with another autoreset."""
+    """A final row that env 1 owes does not come with another autoreset."""
     last = np.arange(TIME)[:, None] == TIME - 1
     steps = STEPS.replace(
         terminated=(STEPS.terminated & ~last) | (last & np.array([False, True])),
@@ -168,55 +149,112 @@ def test_tracked_episodes_come_along(changes, tmp_path):
     given = {"autoreset": "next_step", "track_episodes": True}
     old, new = uniform(**given), uniform(**given | changes)
     example = nth(steps, (0, 0))
-    state = jr.jit(old).extend(old.init(example), steps)
-    checkpoint.save(tmp_path, old, state)
-    found = checkpoint.restore(tmp_path, new, EXAMPLE if new.autoreset == "same_step" else example)
-    adopted = jax.jit(new.adopt)(state)
-    assert bits(told(new, found)) == bits(told(new, adopted))
-    plain = [one.replace(rows=one.rows.replace(table=None)) for one in (found, adopted)]
-    assert bits(plain[0]) == bits(plain[1])
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def told(buffer, state):
-    """Return what an episode table tells of each row."""
-    if not buffer.has_table:
-        return ()
-    table, row = buffer.episode_table(state), jnp.arange(buffer.capacity, dtype=jnp.int32)
-    return table.steps_to_end(row), table.steps_from_start(row), table.is_complete(row)
+    state = jitted(old, "extend")(jitted(old, "init")(example), steps)
+    check_adopts(tmp_path, old, new, state, EXAMPLE if new.autoreset == "same_step" else example)
 
 
 def test_tracked_episodes_of_a_smaller_ring_stay_those_of_their_env(tmp_path):
     """22 episodes of env 1 have begun, and its new ring has 20 rows."""
     old, new = (uniform(capacity=capacity, track_episodes=True) for capacity in (60, 40))
-    state = begun(old)
+    state = fed(old)
     while int(state.counters.ordinal.max()) < 20:
-        state = jr.jit(old).extend(state, STEPS)
-    checkpoint.save(tmp_path, old, state)
-    states = checkpoint.restore(tmp_path, new, EXAMPLE), jax.jit(new.adopt)(state)
+        state = jitted(old, "extend")(state, STEPS)
+    states = check_adopts(tmp_path, old, new, state)
     assert int(states[0].counters.ordinal.max()) < 20  # else its entries are those of the next env
     for steps in (nth(STEPS, slice(9)), nth(STEPS, slice(9, 18))):
-        states = [jr.jit(new).extend(one, steps) for one in states]
+        states = [jitted(new, "extend")(one, steps) for one in states]
         assert bits(told(new, states[0])) == bits(told(new, states[1]))
 
 
-@pytest.mark.parametrize("change", ["n_step", *["gamma", "with priorities", "capacity"] * ALL])
-def test_a_replay_loads_rows_of_another_buffer(change, tmp_path):
-    old, new = CHANGES[change]
-    before, after = (jr.Replay(buffer, example=EXAMPLE, seed=1) for buffer in (old, new))
-    for time in range(20):
-        before.add(nth(STEPS, time))
-    before.save(tmp_path)
-    after.load(tmp_path)
-    assert len(before) > len(after) - 2 > 10
-    assert np.isfinite(after.sample(8).experience.reward).all()
+SMALL, BUFFER, LARGE = (items(capacity=capacity) for capacity in (16, 64, 256))
 
 
-def test_what_differs_in_the_steps_is_named(tmp_path):
-    checkpoint.save(tmp_path, uniform(), begun(uniform()))
-    for buffer, example, text in (
-        (uniform(), EXAMPLE.replace(action=np.zeros(2, np.float32)), "steps.action: stored float"),
-        (uniform(autoreset="same_step_no_final_obs"), EXAMPLE.replace(final_obs=None), "autoreset"),
+def test_a_changed_run_goes_on_under_its_path(tmp_path):
+    checkpoint.save(tmp_path, BUFFER, begun(BUFFER, 40), step=40)
+    said = "of another buffer, or of steps with other leaves; use another path for each buffer"
+    with refused(f"has checkpoints {said}"):
+        checkpoint.save(tmp_path, LARGE, begun(LARGE, 0))
+    wide, narrow = (Checkpointer(tmp_path, other) for other in (LARGE, SMALL))
+    state = wide.restore(ITEM)
+    assert numbers(LARGE, state) == expected(BUFFER, 40)
+    wide.save(added(LARGE, state, 40, 10), 50)
+    assert len(groups_of(wide)) == 2  # the restored rows are not written again
+    assert numbers(LARGE, checkpoint.restore(tmp_path, LARGE, ITEM)) == [
+        row[-26:] for row in expected(LARGE, 50)
+    ]
+    for end in (50, 40):
+        state = narrow.restore(ITEM, end)
+        assert numbers(SMALL, state) == expected(SMALL, end)
+    narrow.save(added(SMALL, state, 40, 13), 53)  # of the older step
+    assert numbers(SMALL, checkpoint.restore(tmp_path, SMALL, ITEM)) == expected(SMALL, 53)
+
+
+def test_after_a_clear_and_when_the_laps_begin_anew(tmp_path):
+    state = added(BUFFER, jitted(BUFFER, "clear")(begun(BUFFER, 40)), 40, 5)
+    checkpoint.save(tmp_path / "clear", BUFFER, state)
+    late = begun(BUFFER, 40)
+    late = late.replace(counters=late.counters.set(lap=np.uint32(2**32 - 1)))
+    checkpoint.save(tmp_path / "late", BUFFER, late)
+    for other in (SMALL, LARGE):
+        length = other.capacity // 4
+        got = checkpoint.restore(tmp_path / "clear", other, ITEM)
+        assert numbers(other, got) == [row[-min(5, length) :] for row in expected(BUFFER, 45)]
+        got = checkpoint.restore(tmp_path / "late", other, ITEM)
+        rows_of_70 = expected(items(capacity=4 * 46), 70)
+        assert numbers(other, added(other, got, 40, 30)) == [row[-length:] for row in rows_of_70]
+
+
+@pytest.mark.parametrize("sampler", [jr.Queue(), *[jr.WithoutReplacement()] * ALL])
+def test_what_is_handed_out_once_is_not_handed_out_again(sampler, tmp_path):
+    """Popped rows stay popped in another capacity. A queue counts rows that do not fit as lost, but
+    not popped ones."""
+    sizes = {"num_envs": 2, "batch_size": 4, "sampler": sampler}
+    buffer, values = jr.items(capacity=40, **sizes), np.arange(40, dtype=np.int32).reshape(20, 2)
+    state = jitted(buffer, "extend")(jr.jit(buffer).init(values[0, 0]), values)
+    state, first = jitted(buffer, "pop")(state, jax.random.key(0))
+    checkpoint.save(tmp_path, buffer, state)
+    for capacity, left in ((100, 36), (20, 20)):
+        other, seen = jr.items(capacity=capacity, **sizes), []
+        got = checkpoint.restore(tmp_path, other, values[0, 0])
+        for seed in range(left // 4 - 1):
+            got, batch = jax.device_get(jitted(other, "pop")(got, jax.random.key(seed)))
+            seen += batch.experience[batch.is_valid].tolist()
+        assert len({*seen}) == len(seen) > left // 2
+        kept = {*values[-capacity // 2 :].ravel().tolist()}
+        assert {*seen} <= kept - {*np.asarray(first.experience).tolist()}
+        if isinstance(sampler, jr.Queue):
+            assert int(jitted(other, "size")(got)) == left - len(seen) == 4
+            assert int(got.sampler.lost) == 36 - left
+
+
+@pytest.mark.parametrize("capacities", [(1, 5), (5, 1)])
+def test_nothing_and_one_row(capacities, tmp_path):
+    buffer, other = (jr.items(capacity=capacity, batch_size=1) for capacity in capacities)
+    state = jr.jit(buffer).init(np.int32(0))
+    for values in ([0], [7]):
+        checkpoint.save(tmp_path, buffer, state)
+        got = checkpoint.restore(tmp_path, other, np.int32(0))
+        assert int(jitted(other, "size")(got)) == (values == [7])
+        assert jitted_draw(other)(got, jax.random.key(0)).experience.tolist() == values
+        state = jitted(buffer, "add")(state, np.full(1, 7, np.int32))
+
+
+def test_what_differs_is_named(tmp_path):
+    checkpoint.save(tmp_path / "steps", uniform(), fed(uniform()))
+    checkpoint.save(tmp_path / "items", BUFFER, begun(BUFFER, 4))
+    other = uniform(autoreset="same_step_no_final_obs")
+    narrow = {"a": np.zeros(3, jnp.float8_e5m2)}
+    checkpoint.save(tmp_path / "narrow", SMALL, jr.jit(SMALL).init(narrow))
+    for path, buffer, example, said in (
+        ("narrow", SMALL, {"a": np.zeros(3, jnp.float8_e4m3fn)}, r"a: stored float8_e5m2\[3\], ex"),
+        ("steps", uniform(), EXAMPLE.replace(action=np.zeros(2, "f4")), "steps.action: stored flo"),
+        ("steps", other, EXAMPLE.replace(final_obs=None), "autoreset"),
+        ("items", uniform(), EXAMPLE, "autoreset: stored None, expected 'same_step'"),
+        ("items", SMALL, ITEM | {"more": 0.0}, r"steps.more: stored nothing, expected float32\[\]"),
     ):
-        with pytest.raises(ValueError, match=text):
-            checkpoint.restore(tmp_path, buffer, example)
+        with refused(said):
+            checkpoint.restore(tmp_path / path, buffer, example)
+    for file in files_of(tmp_path / "items" / "rows"):
+        file.unlink()
+    with refused(r"rows/.* is missing", CorruptCheckpointError):
+        checkpoint.restore(tmp_path / "items", SMALL, ITEM)

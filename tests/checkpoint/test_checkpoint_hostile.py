@@ -114,13 +114,13 @@ def save_two_of(path, buffer, example):
     run = jr.jit(buffer)
     state = run.init(example)
     step = jax.tree.map(lambda leaf: np.ones((buffer.num_envs, *leaf.shape), leaf.dtype), example)
-    with Checkpointer(path, buffer, chunk_bytes=1024, max_to_keep=2) as checkpointer:
-        for t in range(20):
-            if "obs" in step:
-                step |= {"terminated": np.array([t == 5, False]), "truncated": np.zeros(2, bool)}
-            state = run.add(state, step)
-            if t in (16, 19):
-                checkpointer.save(state, t, metadata={"t": t})
+    checkpointer = Checkpointer(path, buffer, chunk_bytes=1024, max_to_keep=2)
+    for t in range(20):
+        if "obs" in step:
+            step |= {"terminated": np.array([t == 5, False]), "truncated": np.zeros(2, bool)}
+        state = run.add(state, step)
+        if t in (16, 19):
+            checkpointer.save(state, t, metadata={"t": t})
     return state
 
 

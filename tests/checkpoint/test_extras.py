@@ -3,10 +3,6 @@ what a `Replay` saves."""
 
 import collections
 import dataclasses
-import random
-import subprocess
-import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +12,7 @@ import pytest
 import jaxreplay as jr
 from jaxreplay import checkpoint
 from jaxreplay.checkpoint import Checkpointer
-from tests.checkpoint.runs import BUFFER, EXAMPLE, SUPPORT, check, files_of, state_of
-from tests.conftest import ALL, SOAK
+from tests.checkpoint.runs import BUFFER, EXAMPLE, check, files_of, state_of
 from tests.support.buffers import bits
 from tests.support.checkpointed_run import added, begun, items, step
 from tests.support.refusals import refused
@@ -56,8 +51,7 @@ def same(found, wanted):
 def test_the_agent_is_saved_with_its_replay(chunk_bytes, tmp_path):
     checkpointer = Checkpointer(tmp_path, BUFFER, chunk_bytes=chunk_bytes)
     for number in range(3):
-        checkpointer.save(state_of(5 + number), number, extras=agent(number), blocking=number < 2)
-    checkpointer.close()
+        checkpointer.save(state_of(5 + number), number, extras=agent(number))
     shapes = jax.eval_shape(lambda: agent(0)["params"])
     for number in (2, 0):
         state, found = checkpointer.restore(EXAMPLE, number, extras=agent(7))
@@ -89,18 +83,6 @@ def test_extras_that_differ_are_named(tmp_path):
     assert checkpointer.all_steps() == [0]
 
 
-def test_numpy_extras_are_those_of_the_call(tmp_path):
-    """The caller may write to them as soon as the call returns."""
-    checkpointer, values = Checkpointer(tmp_path, BUFFER), np.zeros(10**6)
-    for number in range(3):
-        values[:] = number
-        checkpointer.save(state_of(5), number, extras=values, blocking=False)
-        values[:] = -1
-    checkpointer.wait_until_finished()
-    for number in range(3):
-        assert (checkpointer.restore(EXAMPLE, number, extras=values)[1] == number).all()
-
-
 def test_extras_go_where_those_of_the_example_are(tmp_path):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
     where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
@@ -110,47 +92,6 @@ def test_extras_go_where_those_of_the_example_are(tmp_path):
         found = checkpoint.restore(tmp_path, BUFFER, EXAMPLE, extras=like)[1]
         assert found.sharding == where
         assert found.tolist() == [0, 1, 2, 3]
-
-
-PAIRED = """
-import itertools, sys
-import numpy as np
-import checkpointed_run as run
-from jaxreplay.checkpoint import Checkpointer
-
-buffer = run.items()
-checkpointer = Checkpointer(sys.argv[1], buffer, max_to_keep=2, chunk_bytes=4000)
-like = np.zeros(9_000, np.int64)
-state, t = run.begun(buffer, 0), 0
-if checkpointer.all_steps():
-    state, agent = checkpointer.restore(run.EXAMPLE, extras=like)
-    t = checkpointer.step
-    assert (agent == t).all(), (agent, t)
-    assert run.numbers(buffer, state) == run.expected(buffer, t)
-for t in itertools.count(t):
-    state = run.added(buffer, state, t, 1)
-    checkpointer.save(state, t + 1, extras=np.full_like(like, t + 1), blocking=t % 2 > 0)
-    print("saved", flush=True)
-"""
-
-
-def test_a_kill_never_leaves_two_steps(tmp_path):
-    """Kill runs at random moments: rows and agent of what is left are of one step."""
-    r, ends = random.Random(0), [0]
-    like = np.zeros(9_000, np.int64)
-    for _ in range(200 if SOAK else 4 if ALL else 2):
-        command = [sys.executable, "-c", PAIRED, str(tmp_path)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=SUPPORT) as process:
-            for _ in range(r.randrange(1, 5)):
-                assert process.stdout.readline() == "saved\n"
-            time.sleep(r.random() * 0.05)
-            process.kill()
-        reader = Checkpointer(tmp_path, BUFFER)
-        state, found = reader.restore(EXAMPLE, extras=like)
-        assert (found == reader.step).all()
-        check(state, reader.step)
-        ends.append(reader.step)
-    assert ends[-1] > ends[1] > 0
 
 
 # Mixtures.

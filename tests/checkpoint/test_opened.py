@@ -11,6 +11,7 @@ import pytest
 import jaxreplay as jr
 from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError
 from jaxreplay.checkpoint.fits import check_fits
+from jaxreplay.checkpoint.folder import Folder
 from tests.buffers.test_tiered import FEW, check_equal
 from tests.conftest import ALL
 from tests.support.buffers import CATALOG
@@ -51,7 +52,7 @@ def test_batches_are_those_of_a_replay_that_loaded_the_rows(case, level, tmp_pat
                     replay.update_priorities(batch.index, priority)
 
 
-def made(path, level=None, num_steps=40, member=None, scale=1):
+def made(path, level=None, num_steps=40, member=None, scale=1, **more):
     """Save steps of two envs whose observations are a dict and bfloat16, and return the buffer."""
     buffer = jr.uniform(capacity=64, num_envs=2, batch_size=16, autoreset="next_step", gamma=0.5)
     number = scale * np.arange(num_steps * 2, dtype=np.float32).reshape(num_steps, 2)
@@ -63,6 +64,7 @@ def made(path, level=None, num_steps=40, member=None, scale=1):
     if member:
         saved, whole = {member: state}, jr.mix(**{member: (buffer, 16)})
     options = {"compression_level": level, "max_to_keep": 1, "overwrite": True, "progress": False}
+    options |= more
     Checkpointer(path, whole, **options).save(saved, 7)
     return buffer
 
@@ -85,6 +87,18 @@ def test_the_example_is_that_of_the_checkpoint_and_the_view_may_be_another(tmp_p
         ValueError, match=r"open: .*checkpoint of a Mixture: pass member= one of demos"
     ):
         jr.open(tmp_path / "a", view)
+
+
+def test_few_files_that_are_not_mapped_are_kept(tmp_path, monkeypatch):
+    buffer, read, names = made(tmp_path, level=1, chunk_bytes=2000), Folder.read, []
+    noted = lambda self, name, *given: (names.append(name), read(self, name, *given))[1]
+    monkeypatch.setattr(Folder, "read", noted)
+    for cache_bytes, is_kept in ((1, False), (2**20, True)):
+        with jr.open(tmp_path, buffer, framework="numpy", cache_bytes=cache_bytes) as replay:
+            names.clear()
+            for row in 4 * [0, 20]:  # of two files
+                assert replay.get(np.int32([row])).is_valid.all()
+            assert len(names) == (len({*names}) if is_kept else 8), names
 
 
 def test_flags_of_several_agents(tmp_path):
@@ -186,31 +200,24 @@ def test_an_index_of_rows_in_files_has_no_rows_to_open(tmp_path):
 
 
 def test_rows_are_not_loaded(tmp_path):
-    """160 MB of rows: a process that samples them has little more memory than one that does not."""
-    code = """
-import resource, sys
-import jax, numpy as np, jaxreplay as jr
-from jaxreplay.checkpoint import Checkpointer
-
-buffer = jr.items(capacity=40_000, batch_size=8)
-item = {"image": jax.ShapeDtypeStruct((64, 64), np.uint8)}
-if sys.argv[1] == "write":
-    state, extend = buffer.init(item), jr.jit(buffer).extend
+    """160 MB of rows: a process that samples them takes little memory for it."""
+    buffer, item = jr.items(capacity=40_000, batch_size=8), np.zeros((64, 64), np.uint8)
+    state = jr.jit(buffer).init(item)
     for number in range(40):
-        block = np.full((1000, 1, 64, 64), number, np.uint8)
-        state = extend(state, {"image": block})
-    Checkpointer("run", buffer, compression_level=None, progress=False).save(state, 1)
-elif sys.argv[1] == "few":
-    jr.Replay(buffer, example=item)
-else:
-    with jr.open("run", buffer, framework="numpy") as replay:
-        for _ in range(5):
-            assert replay.sample().experience["image"].shape == (8, 64, 64)
-print(open("/proc/self/status").read().split("RssAnon:")[1].split()[0])
+        state = jr.jit(buffer).extend(state, np.full((1000, 1, 64, 64), number, np.uint8))
+    for name, saved in (("few", jr.jit(buffer).init(item)), ("run", state)):
+        options = {"compression_level": None, "progress": False}
+        Checkpointer(tmp_path / name, buffer, **options).save(saved, 1)
+    code = """
+import jaxreplay as jr
+for path in ("few", "run"):
+    with jr.open(path, jr.items(capacity=40_000, batch_size=8), framework="numpy") as replay:
+        for _ in range(5 * (path == "run")):
+            assert replay.sample().experience.shape == (8, 64, 64)
+    print(open("/proc/self/status").read().split("RssAnon:")[1].split()[0])
 """
-    output_of(code, "write", cwd=tmp_path)
-    few = int(output_of("import jaxreplay.checkpoint\n" + code, "few", cwd=tmp_path))
-    assert int(output_of(code, "open", cwd=tmp_path)) - few < 60_000  # kB
+    few, many = map(int, output_of(code, cwd=tmp_path).split())
+    assert many - few < 60_000  # kB
 
 
 def test_steps_with_a_final_observation_need_no_example(tmp_path):

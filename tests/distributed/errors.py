@@ -35,19 +35,6 @@ def fails(checkpointer, in_process):
     return lambda: setattr(store, "write", write)
 
 
-def saved(checkpointer, state, blocking):
-    checkpointer.save(state, 25, blocking=blocking)
-    assert checkpointer.is_saving
-    checkpointer.wait_until_finished()
-
-
-def left_by_an_error(checkpointer, state):
-    """Others may not know of an error in the block: it waits for nobody."""
-    with checkpointer:
-        checkpointer.save(state, 61, blocking=False)
-        raise KeyError("left")
-
-
 def refused(message, call, *given, kind=ValueError, **options):
     with pytest.raises(kind, match=message):
         call(*given, **options)
@@ -123,36 +110,34 @@ def main(num, which, folder):
     other = Checkpointer(folder / "run", buffer)
     refused("has a newer checkpoint, by", other.save, state, 21, kind=PathInUseError)
     message = "No space left on device"
-    for which_fails, blocking in ((0, True), (1, True), (0, False), (1, False)):
+    for which_fails in (0, 1):
         state = added(state, 20, 5)
         whole = fails(one, which_fails)
         for _ in range(2):
-            refused(message, saved, one, state, blocking, kind=OSError)
-        assert not one.is_saving
+            refused(message, one.save, state, 25, kind=OSError)
         assert one.all_steps() == [20]
         whole()
     refused("the state must be a ReplayState", one.save, 3 if which else state, 40)
     everywhere = NamedSharding(mesh, P())
     refused("must lie where init puts it", one.save, jax.device_put(state, everywhere), 40)
-    message = "chunk_bytes, compression_level and blocking must be eq"
-    refused(message, one.save, state, 40, blocking=which == 1)
+    uneven = Checkpointer(folder / "run", buffer, chunk_bytes=2000 + which)
+    message = "chunk_bytes and compression_level must be eq"
+    uneven.restore(EXAMPLE)
+    refused(message, uneven.save, state, 40)
     message = "step and allow_partial must be equal in all"
     refused(message, one.restore, EXAMPLE, [None, 20][which])
     message = "metadata must be JSON, nested at most 100"
     refused(message, one.save, state, 40, metadata={"a": deep(200 * which)})
     assert one.all_steps() == [20]
     parts, one._shards.parts = one._shards.parts, [one._shards.parts, not_there][which]
-    refused("not there", one.save, state, 40, blocking=False, kind=KeyError)
+    refused("not there", one.save, state, 40, kind=KeyError)
     one._shards.parts = parts
     one.save(state, 40, metadata={"of": which})
     wanted[40] = sums(state)
     state = added(state, 40, 20)
-    one.save(state, 60, blocking=False)
-    one.close()
+    one.save(state, 60)
     wanted[60] = sums(state)
-    refused("left", left_by_an_error, one, state, kind=KeyError)
-    with one:
-        one.save(state, 62, blocking=False)
+    one.save(state, 62)
     wanted[62] = sums(state)
     assert one.all_steps() == [40, 60, 62]
 
@@ -180,7 +165,6 @@ def main(num, which, folder):
     counts = np.asarray(one._shards.split(got)[1]["counters"]["filled"])
     assert (counts < 32).sum() == len(lost)
 
-    one.close()
     devices = np.array(jax.devices())
     for nth, (found, names) in enumerate(
         (
@@ -192,24 +176,24 @@ def main(num, which, folder):
         buffer = jr.sharded(REPLAY, Mesh(found, names))
         sharding = NamedSharding(buffer.mesh, P("data"))
         add, state = jax.jit(buffer.add, donate_argnums=0), buffer.init(EXAMPLE)
-        with Checkpointer(folder / f"mesh {nth}", buffer, chunk_bytes=2000) as checkpointer:
-            for t in range(40):
-                state = add(state, jax.tree.map(functools.partial(placed, sharding), step(t, 8)))
-                if t in (10, 39):
-                    checkpointer.save(state, t)
-            got = checkpointer.restore(EXAMPLE)
-            leaves = zip(jax.tree.leaves(got), jax.tree.leaves(state), strict=True)
-            assert all(leaf.sharding == wanted.sharding for leaf, wanted in leaves)
-            assert digests("own", got) == digests("own", state)
+        checkpointer = Checkpointer(folder / f"mesh {nth}", buffer, chunk_bytes=2000)
+        for t in range(40):
+            state = add(state, jax.tree.map(functools.partial(placed, sharding), step(t, 8)))
+            if t in (10, 39):
+                checkpointer.save(state, t)
+        got = checkpointer.restore(EXAMPLE)
+        leaves = zip(jax.tree.leaves(got), jax.tree.leaves(state), strict=True)
+        assert all(leaf.sharding == wanted.sharding for leaf, wanted in leaves)
+        assert digests("own", got) == digests("own", state)
         if which == 0:
             alone = Checkpointer(folder / f"mesh {nth}", REPLAY).restore(EXAMPLE)
             assert numbers(REPLAY, alone) == expected(REPLAY, 40)
 
     if which == 0:  # a buffer of this process alone asks nobody
         alone = jr.sharded(REPLAY, Mesh(jax.local_devices(), ("data",)))
-        with Checkpointer(folder / "alone", alone) as checkpointer:
-            checkpointer.save(alone.init(EXAMPLE), 3)
-            assert int(alone.size(checkpointer.restore(EXAMPLE))) == 0
+        checkpointer = Checkpointer(folder / "alone", alone)
+        checkpointer.save(alone.init(EXAMPLE), 3)
+        assert int(alone.size(checkpointer.restore(EXAMPLE))) == 0
     else:
         others = jr.sharded(REPLAY, Mesh(devices[:2], ("data",)))
         refused("this process has no device of the buffer's mesh", Checkpointer, folder, others)

@@ -1,6 +1,6 @@
 """One of several processes that add to one buffer and save it, until they are killed:
-`python killed.py NUMBER_OF_PROCESSES WHICH PORT PATH wait|later`. It goes on from the newest
-checkpoint, after a check of its rows, and prints "saved" and the step at each save."""
+`python killed.py NUMBER_OF_PROCESSES WHICH PORT PATH`. It goes on from the newest checkpoint, after
+a check of its rows, and prints "saved" and the step at each save."""
 
 import sys
 
@@ -15,7 +15,7 @@ from tests.support.checkpointed_run import EXAMPLE, expected, step
 REPLAY = jr.items(capacity=512, num_envs=8, batch_size=8)
 
 
-def main(num, which, path, how):
+def main(num, which, path):
     buffer = jr.sharded(REPLAY, jax.make_mesh((jax.device_count(),), ("data",)))
     checkpointer = Checkpointer(path, buffer, max_to_keep=2, chunk_bytes=4096)
     state, t = buffer.init(EXAMPLE), 0
@@ -32,9 +32,9 @@ def main(num, which, path, how):
     while True:
         state = add(state, buffer.from_local(part_of(step(t, 8), num, which)))
         t += 1
-        if t % (3 if how == "wait" else 9) == 0:
-            checkpointer.save(state, t, blocking=how == "wait")
-            sys.stdout.write(f"saved {t if how == 'wait' else t - 9}\n")
+        if t % 3 == 0:
+            checkpointer.save(state, t)
+            sys.stdout.write(f"saved {t}\n")
             sys.stdout.flush()
 
 

@@ -74,7 +74,7 @@ def main(num, which, path):
         step, mask = buffer.from_local(part_of((step, mask), num, which))
         state, batch = turn(state, step, mask, jax.random.key(time))
         if time in SAVES:
-            checkpointer.save(state, time, blocking=time != SAVES[0])
+            checkpointer.save(state, time)
     can_sample, figures = jax.jit(lambda s: (buffer.can_sample(s), buffer.metrics(s)))(state)
     assert can_sample
     assert figures["size"] > 100

@@ -60,8 +60,7 @@ def test_a_restored_state_goes_on_on_as_many_devices(case, kind, tmp_path):
     checkpointer.save(states[0], 0)
     for number in range(1, 4):  # around the rings
         states.append(state := extended(buffer, case, states[-1], number))
-        checkpointer.save(state, number, blocking=number != 2)
-        checkpointer.wait_until_finished()
+        checkpointer.save(state, number)
     assert checkpointer.verify()[0].problems == []
     for number, state in enumerate(states):
         got = checkpointer.restore(case.example(), number)
@@ -115,19 +114,43 @@ def test_rows_of_each_env_are_there_once(tmp_path):
     buffer = items(capacity=256, num_envs=4)
     two_axes = jax.make_mesh((4, 2), ("data", "model"))  # replicas
     sharded = jr.sharded(buffer, two_axes)
-    with Checkpointer(tmp_path, buffer, chunk_bytes=4000) as checkpointer:
-        state = added(buffer, buffer.init(EXAMPLE), 0, 40)
-        checkpointer.save(state, 1)
-    with Checkpointer(tmp_path, sharded, chunk_bytes=4000) as checkpointer:
-        got = checkpointer.restore(EXAMPLE)
-        assert bits(got.rows.steps) == bits(state.rows.steps)
-        checkpointer.save(got, 2)  # writes no row again
-        assert checkpointer._base.members[""].groups.saves[0].folder.startswith("0000000001")
-        checkpointer.save(jitted(sharded, "add")(got, step(40, 4)), 3)
-        assert len(checkpointer._base.members[""].groups.saves) > 1
+    state = added(buffer, buffer.init(EXAMPLE), 0, 40)
+    Checkpointer(tmp_path, buffer, chunk_bytes=4000).save(state, 1)
+    checkpointer = Checkpointer(tmp_path, sharded, chunk_bytes=4000)
+    got = checkpointer.restore(EXAMPLE)
+    assert bits(got.rows.steps) == bits(state.rows.steps)
+    checkpointer.save(got, 2)  # writes no row again
+    assert checkpointer._base.members[""].groups.saves[0].folder.startswith("0000000001")
+    checkpointer.save(jitted(sharded, "add")(got, step(40, 4)), 3)
+    assert len(checkpointer._base.members[""].groups.saves) > 1
     for number, end in ((2, 40), (3, 41)):
         found = numbers(buffer, checkpoint.restore(tmp_path, buffer, EXAMPLE, step=number))
         assert found == expected(buffer, end)
+
+
+def test_a_plain_buffer_is_restored_over_devices(tmp_path):
+    """Save from four devices; restore to four, to one, and to two with another capacity."""
+    sizes = {"num_envs": 4, "batch_size": 8, "autoreset": "next_step"}
+    large, small = (jr.prioritized(capacity=capacity, **sizes) for capacity in (64, 32))
+    block = common.steps(PRIORITIZED, 1, 21)
+    block = jax.tree.map(lambda leaf: leaf[:, :4], block)
+    example = PRIORITIZED.example()
+
+    def over(buffer, num_devices):
+        mesh = mesh_of(num_devices)
+        is_row = lambda leaf: leaf.ndim and leaf.shape[0] == buffer.capacity
+        put = lambda leaf: NamedSharding(mesh, P("data") if is_row(leaf) else P())
+        return jax.tree.map(put, jax.eval_shape(buffer.init, example))
+
+    state = jax.jit(large.extend, out_shardings=over(large, 4))(large.init(example), block)
+    checkpoint.save(tmp_path, large, state, chunk_bytes=4096)
+    for buffer, num_devices in ((large, 4), (large, 1), (small, 2)):
+        where = over(buffer, num_devices)
+        got = checkpoint.restore(tmp_path, buffer, example, sharding=where)
+        wanted = state if buffer is large else checkpoint.restore(tmp_path, buffer, example)
+        assert bits(got) == bits(wanted)
+        lies = lambda leaf, to: leaf.sharding.is_equivalent_to(to, leaf.ndim)
+        assert jax.tree.all(jax.tree.map(lies, got, where))
 
 
 def test_a_state_may_lie_elsewhere(tmp_path):
@@ -139,19 +162,17 @@ def test_a_state_may_lie_elsewhere(tmp_path):
     places = NamedSharding(buffer.mesh, P()), NamedSharding(both, P(("model", "data")))
     moved = (jax.device_put(state, place) for place in (*places, jax.devices()[1]))
     for number, placed in enumerate([jax.device_get(state), *moved]):
-        with Checkpointer(tmp_path / str(number), buffer) as checkpointer:
-            checkpointer.save(placed, 1)
-            checkpointer.save(placed, 2, blocking=False)
-            checkpointer.wait_until_finished()
-            assert bits(checkpointer.restore(EXAMPLE)) == bits(state)
+        checkpointer = Checkpointer(tmp_path / str(number), buffer)
+        for saved in (1, 2):
+            checkpointer.save(placed, saved)
+        assert bits(checkpointer.restore(EXAMPLE)) == bits(state)
 
 
 def test_damaged_rows_are_left_out_as_of_one_buffer(tmp_path):
     one, example = whole(PRIORITIZED), PRIORITIZED.example()
     sharded = jr.sharded(one, mesh_of(4))
     state = extended(sharded, PRIORITIZED, sharded.init(example), 1)
-    with Checkpointer(tmp_path, sharded, chunk_bytes=4000) as checkpointer:
-        checkpointer.save(state)
+    Checkpointer(tmp_path, sharded, chunk_bytes=4000).save(state)
     damaged(tmp_path)
     found = []
     for buffer in (one, sharded):

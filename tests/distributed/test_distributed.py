@@ -121,9 +121,8 @@ def test_a_kill_of_any_process_leaves_the_checkpoint_before(tmp_path):
     r = np.random.default_rng(0)
     for number in range(50 if SOAK else 2):
         num, num_devices = [(2, 4), (2, 8), (1, 2), (4, 4)][number % 4]
-        how = ["wait", "later"][(number + number // 4) % 2]
-        given = [tmp_path / "run"] * num, [how] * num
-        processes = started("killed.py", num, num_devices, *given, output=subprocess.PIPE)
+        given = [tmp_path / "run"] * num
+        processes = started("killed.py", num, num_devices, given, output=subprocess.PIPE)
         lines, left = [], int(r.integers(1, 4))
         while left and (line := processes[0].stdout.readline()):
             lines.append(line)

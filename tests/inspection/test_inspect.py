@@ -269,10 +269,10 @@ def test_a_run_that_keeps_one_checkpoint_may_be_looked_at_at_any_moment(prioriti
 
     def save():
         nonlocal num_saved
-        with Checkpointer(tmp_path, replay, max_to_keep=1, overwrite=True) as checkpointer:
-            while not is_over.is_set():
-                num_saved += 1
-                checkpointer.save(state, num_saved)
+        checkpointer = Checkpointer(tmp_path, replay, max_to_keep=1, overwrite=True)
+        while not is_over.is_set():
+            num_saved += 1
+            checkpointer.save(state, num_saved)
 
     checkpoint.save(tmp_path, replay, state, step=0)
     thread = threading.Thread(target=save)

@@ -151,13 +151,8 @@ def test_an_interrupt_while_a_checkpointer_compares_buffers_is_one(tmp_path):
         checkpointer.save(state)
         larger = Checkpointer(path, dataclasses.replace(buffer, capacity=2 * LENGTH))
 
-        later = lambda: (
-            checkpointer.save(state, blocking=False),
-            checkpointer.wait_until_finished(),
-        )
         return [
             lambda: checkpointer.save(state),
-            later,
             lambda: checkpointer.restore(example),
             lambda: larger.restore(example),
         ]

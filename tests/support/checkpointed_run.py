@@ -1,6 +1,6 @@
 """Run that saves regularly until it is killed, and prints "saved" and its step at each save.
 
-Usage: `python checkpointed_run.py PATH wait|later`.
+Usage: `python checkpointed_run.py PATH`.
 """
 
 import functools
@@ -68,7 +68,7 @@ def begun(replay, stop, start=0):
     return added(replay, jr.jit(replay).init(EXAMPLE), start, stop - start)
 
 
-def main(path, how):
+def main(path):
     checkpointer = Checkpointer(path, REPLAY, max_to_keep=2, chunk_bytes=4096)
     state, t = REPLAY.init(EXAMPLE), 0
     if steps := checkpointer.all_steps():
@@ -78,10 +78,9 @@ def main(path, how):
     while True:
         state = add(state, step(t, REPLAY.num_envs))
         t += 1
-        if how == "wait" or t % 20 == 0:
-            checkpointer.save(state, t, blocking=how == "wait")
-            sys.stdout.write(f"saved {t}\n")
-            sys.stdout.flush()
+        checkpointer.save(state, t)
+        sys.stdout.write(f"saved {t}\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
