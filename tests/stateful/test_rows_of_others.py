@@ -120,27 +120,6 @@ def test_demonstrations_go_into_the_rows_a_block_at_a_time(rows, monkeypatch):
         assert replay._owner.tier._store is store
 
 
-@pytest.mark.parametrize("framework", ["jax", "torch"])
-def test_rows_are_read_again(framework):
-    if framework == "torch":
-        pytest.importorskip("torch")
-    replay = jr.Replay(uniform(), framework=framework)
-    with pytest.raises(ValueError, match="get: nothing was added yet"):
-        replay.get([0])
-    replay.add(steps(0))
-    batch = replay.sample()
-    again = replay.get(batch.index)
-    assert (
-        np.asarray(again.experience.reward).tolist() == np.asarray(batch.experience.reward).tolist()
-    )
-    index = {"row": batch.index.row, "lap": batch.index.lap}
-    assert np.asarray(replay.age(index)).tolist() == [
-        5 - reward % 100 for reward in np.asarray(batch.experience.reward)
-    ]
-    replay.clear()
-    assert not np.asarray(replay.get(batch.index).is_valid).any()
-
-
 def test_the_state_is_a_copy():
     replay = jr.Replay(uniform(track_episodes=True))
     replay.add(steps(0))

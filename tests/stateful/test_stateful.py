@@ -1,22 +1,23 @@
 """`Replay`, which owns its state: all forms of input, all frameworks of output, and failures."""
 
 import functools
+import importlib.util
 import os
 import sys
 
 import jax
 import numpy as np
 import pytest
+from hypothesis import given, settings, strategies as st
 
 import jaxreplay as jr
 from jaxreplay import checkpoint
-from jaxreplay._util import checks
 from jaxreplay.buffers import memory, tiered
-from jaxreplay.buffers.jitted import options_here
-from jaxreplay.host import arrays as host_arrays
+from jaxreplay.samplers import ConsumingSampler
 from jaxreplay.stateful import owner
+from tests.conftest import ALL, SOAK
+from tests.support.buffers import jitted
 from tests.support.compilations import count_programs
-from tests.support.hlo import check_in_place
 from tests.support.refusals import check_refused, refused, warned
 from tests.support.replays import (
     EXAMPLE,
@@ -33,11 +34,12 @@ from tests.support.replays import (
     step,
     unchanged,
 )
-from tests.support.sampling import assert_same, sample
+from tests.support.sampling import assert_same
 from tests.support.steps import nth, plain_step, stacked
 
-# Input.
+# All calls.
 
+HAS_TORCH = importlib.util.find_spec("torch") is not None
 WIDER = {"f": np.float64, "i": np.int64, "b": bool}
 
 
@@ -46,54 +48,191 @@ def mapped(function):
 
 
 def to_torch(given):
-    torch = pytest.importorskip("torch", reason="the torch extra is not installed")
+    import torch
+
     return jax.tree.map(torch.from_numpy, given)
 
 
 FORMS = {
+    "as it is": dict,
     "Step": lambda given: jr.Step(**given),
     "jax": on_device,
-    "torch": to_torch,
     "64 bits": mapped(lambda leaf: leaf.astype(WIDER[leaf.dtype.kind])),
     "other byte order": mapped(lambda leaf: leaf.astype(leaf.dtype.newbyteorder())),
 }
+FORMS |= {"torch": to_torch} if HAS_TORCH else {}
+BLOCK, SEED = 4, 5
+KINDS = (
+    *["add"] * 8,
+    *["env"] * 6,
+    *["envs"] * 4,
+    *["block", "sample", "update", "write"] * 2,
+    *["look", "look", "clear", "drop", "end", "reload"],
+)
+BUFFERS = {
+    "masked": {**PRIORITIZED, "allow_write": True},
+    "two rows": {"autoreset": "same_step", "sampler": jr.Prioritized(), "allow_write": True},
+    "masked episodes": {"track_episodes": True, "allow_mask": True},
+    "masked queue": {**QUEUE, "allow_mask": True},
+    "queue": QUEUE,
+    "one env": {"num_envs": 1, "capacity": 20},
+    "episodes": {"track_episodes": True, "autoreset": "same_step_no_final_obs", "min_size": 30},
+    "prioritized": {"sampler": jr.Prioritized()},
+    "without replacement": {"sampler": jr.WithoutReplacement(), "batch_size": 2},
+}
 
 
-@functools.cache
-def rows_of_core():
-    """Return the rows after 30 steps, by the buffer's own `add`."""
-    buffer = make().buffer
+class Both:
+    """A `Replay`, and the functional buffer beside it, which adds all steps by one program."""
 
-    @jax.jit
-    def run(steps):
-        add = lambda state, one: (buffer.add(state, one), None)
-        return jax.lax.scan(add, buffer.init(EXAMPLE), steps)[0]
+    def __init__(self, replay, r):
+        self.replay, self.buffer, self.r = replay, replay.buffer, r
+        self.has_priorities = isinstance(self.buffer.sampler, jr.Prioritized)
+        self.has_own_positions = not self.buffer.layout().lockstep
+        example = nth(self.steps(1), (0, 0))
+        self.state, self.num_draws, self.batch = self.call("init", example), 0, None
 
-    return jax.device_get(jax.tree.leaves(run(block(0, 30))))
+    def call(self, name, *given, **options):
+        state = () if name == "init" else (self.state,)
+        return jitted(self.buffer, name)(*state, *given, **options)
+
+    def steps(self, length):
+        found = step(int(self.r.integers(1000)), (length, self.buffer.num_envs))
+        if self.buffer.autoreset == "same_step":
+            found["final_obs"] = jax.tree.map(lambda leaf: leaf + leaf, found["obs"])
+        return found
+
+    def add(self, kind):
+        r, num_envs, has_options = self.r, self.buffer.num_envs, self.r.random() < 0.5
+        length = BLOCK if kind == "block" else int(r.integers(1, 3)) if kind == "envs" else 1
+        steps, axes = self.steps(length), (length, num_envs)
+        mask, priority, options = np.ones(axes, bool), None, {}
+        at = {"add": 0, "env": (0, int(r.integers(num_envs)))}.get(kind, slice(None))
+        if kind == "env":
+            options["env"], mask[:] = at[1], np.arange(num_envs) == at[1]
+        elif kind == "envs":
+            numbers = r.permutation(np.arange(-1, num_envs))[:-1]  # -1 is padding
+            options["envs"] = numbers if r.random() < 0.5 else numbers.tolist()
+            at = 0 if length == 1 else slice(None), numbers
+            mask[:] = np.isin(np.arange(num_envs), numbers)
+        if has_options and kind != "env" and (self.buffer.allow_mask or kind == "envs"):
+            took = r.random(axes) < 0.7
+            options["mask"], mask = took[at].copy(), mask & took
+        if self.has_priorities and has_options:
+            priority = np.asarray(r.random(axes), r.choice([np.float32, np.float64]))
+            if r.random() < 0.1:  # the largest so far takes its place
+                priority[:] = r.choice([np.nan, -1, np.inf])
+            options["priority"] = priority[at].copy()
+        form = r.choice([*FORMS])
+        given = FORMS[form](jax.tree.map(lambda leaf: np.copy(leaf[at]), steps))
+        if form == "as it is" and r.random() < 0.5:
+            self.replay.add(**given, **options)
+        else:
+            self.replay.add(given, **options)
+        for leaf in jax.tree.leaves((given, options)):
+            if isinstance(leaf, np.ndarray):
+                leaf.fill(1)  # the caller uses its memory again
+        if self.has_own_positions:
+            pad = lambda leaf: np.concatenate(
+                [leaf, np.zeros_like(leaf, shape=(BLOCK - length, *leaf.shape[1:]))]
+            )
+            steps, mask, priority = jax.tree.map(pad, (steps, mask, priority))
+        envs = {"envs": np.arange(num_envs, dtype=np.int32)} if self.has_own_positions else {}
+        mask = mask if self.has_own_positions else None
+        priority = None if priority is None else np.float32(priority)
+        self.state = self.call("extend", jr.Step(**steps), mask, priority, **envs)
+
+    def check(self, found, expected, where=...):
+        """Check arrays of the framework."""
+        kind = {"numpy": np.ndarray, "jax": jax.Array}.get(self.replay.framework)
+        leaves = jax.tree.leaves(found)
+        assert all(
+            hasattr(leaf, "cpu") if kind is None else isinstance(leaf, kind) for leaf in leaves
+        )
+        found, expected = (
+            [np.asarray(leaf)[where] for leaf in jax.tree.leaves(tree)]
+            for tree in (found, expected)
+        )
+        assert [leaf.dtype for leaf in found] == [leaf.dtype for leaf in expected]
+        assert_same(found, expected)
+
+    def sample(self):
+        """Sample, if there is a batch, and return whether there was."""
+        assert self.replay.can_sample() == self.call("can_sample")
+        if not self.replay.can_sample():
+            with refused("no batch can be sampled yet", TimeoutError):
+                self.replay.sample()
+            return False
+        self.num_draws, self.batch = self.num_draws + 1, self.replay.sample()
+        key = jax.random.fold_in(jax.random.key(SEED), self.num_draws)
+        consumes = isinstance(self.buffer.sampler, ConsumingSampler)
+        found = self.call("pop" if consumes else "sample", key)
+        if consumes:
+            self.state, found = found
+        self.check(self.batch, found)
+        return True
+
+    def change(self, kind):
+        replay, mask = self.replay, self.r.random(self.buffer.num_envs) < 0.5
+        if kind == "clear":
+            replay.clear()
+            self.state = self.call("clear")
+        elif kind == "drop":
+            replay.drop(mask)
+            self.state = self.call("drop", mask)
+        elif kind == "end":
+            replay.end_streams(mask)
+            self.state = self.call("end_streams", mask)
+        elif kind == "look":
+            assert len(replay) == self.call("size")
+            figures = jax.device_get(self.call("metrics"))
+            assert replay.metrics() == {name: leaf.item() for name, leaf in figures.items()}
+            every = np.arange(self.buffer.capacity, dtype=np.int32)
+            found = self.call("get", every)
+            self.check(replay.get(every), found, np.asarray(found.is_valid))
+            if self.batch is not None:
+                index = jax.tree.map(np.asarray, self.batch.index)
+                self.check(replay.age(self.batch.index), self.call("age", index))
+        elif kind in ("sample", "update", "write") and self.sample():
+            index, reward = self.batch.index, self.batch.experience.reward
+            given = jax.tree.map(np.asarray, (index, reward))
+            if kind == "update" and self.has_priorities:
+                replay.update_priorities(index, reward)
+                self.state = self.call("update_priorities", *given)
+            if kind == "write" and self.buffer.allow_write:
+                replay.write({"row": index.row, "lap": index.lap}, {"reward": reward + 1})
+                self.state = self.call("write", given[0], {"reward": given[1] + 1})
 
 
-@pytest.mark.parametrize("form", ["keywords", *FORMS])
-def test_a_step_of_any_kind_is_the_core_s(form):
-    replay = make()
-    for t in range(30):
-        replay.add(**step(t)) if form == "keywords" else replay.add(FORMS[form](step(t)))
-    assert_same(rows_of(replay), rows_of_core())
+@pytest.mark.parametrize(
+    "name",
+    ["masked", *(pytest.param(one, marks=pytest.mark.thorough) for one in [*BUFFERS][1:])],
+)
+@settings(max_examples=200 if SOAK else 20 if ALL else 9)
+@given(
+    kinds=st.lists(st.sampled_from(KINDS), min_size=40, max_size=60),
+    framework=st.sampled_from(["numpy", "jax", *["torch"] * HAS_TORCH]),
+    seed=st.integers(0, 2**32),
+)
+def test_random_calls_are_those_of_the_functional_buffer(
+    name, kinds, framework, seed, tmp_path_factory
+):
+    """Whatever waits on the host, in whichever arrays; with equal seeds, also after a load."""
+    again = lambda: make(**BUFFERS[name], framework=framework, seed=SEED)
+    both = Both(again(), np.random.default_rng(seed))
+    for kind in ["add", *kinds, "look", "sample"]:
+        if kind in ("add", "block") or (kind in ("env", "envs") and both.has_own_positions):
+            both.add(kind)
+        elif kind == "reload":
+            path = tmp_path_factory.mktemp("saved")
+            both.replay.save(path)
+            both.replay = again()
+            both.replay.load(path)
+        else:
+            both.change(kind)
 
 
-def test_blocks_single_envs_and_masks():
-    whole, by_block, by_env, by_mask, by_envs = (make(**PRIORITIZED) for _ in range(5))
-    for t in range(0, 12, 4):
-        by_block.add(block(t, 4))
-        for i in range(t, t + 4):
-            whole.add(step(i))
-            for env in range(NUM_ENVS):
-                by_env.add(nth(step(i), env), env=env)
-                by_mask.add(step(i), mask=np.arange(NUM_ENVS) == env)
-            if i % 4 < 2:  # in another order, with padding
-                by_envs.add(nth(step(i), [2, 0, 1, 1]), envs=np.array([2, 0, 1, -1]))
-        by_envs.add(nth(block(t + 2, 2), (slice(None), [1, 0, 2])), envs=[1, 0, 2])
-        for other in (by_block, by_env, by_mask, by_envs):
-            check_same(whole, other)
+# Input.
 
 
 def test_blocks_of_changing_lengths_share_programs():
@@ -115,16 +254,6 @@ def test_blocks_of_changing_lengths_share_programs():
             refused(r"mask: got bool\[12, 1\], expected bool\[13, 1\]"),
         ):
             by_block.add(np.zeros((13, 1), int), mask=np.ones((12, 1), bool))
-
-
-def test_one_env_needs_no_axis():
-    with_axis, arrays, numbers = (make(num_envs=1) for _ in range(3))
-    for t in range(30):
-        with_axis.add(step(t, (1,)))
-        arrays.add(step(t, ()))
-        numbers.add(jax.tree.map(lambda leaf: leaf if leaf.ndim else leaf.item(), step(t, ())))
-    check_same(with_axis, arrays)
-    check_same(with_axis, numbers)
 
 
 def test_items_of_any_kind():
@@ -175,11 +304,14 @@ def test_a_first_step_that_is_refused_is_no_example():
         assert len(replay) == 21
 
 
-def test_rewards_that_begin_as_integers():
-    replay, rewards = make(num_envs=1), [1, 0.5, 2]
-    for reward in rewards:
-        replay.add(EXAMPLE | {"reward": reward})
-    assert np.asarray(replay._owner.state.rows.steps.reward)[:3].tolist() == rewards
+def test_one_env_needs_no_axis_and_rewards_may_begin_as_integers():
+    with_axis, numbers, rewards = make(num_envs=1), make(num_envs=1), [1, 0.5, 2]
+    for t, reward in enumerate(rewards):
+        with_axis.add(step(t, (1,)) | {"reward": np.float32([reward])})
+        as_number = jax.tree.map(lambda leaf: leaf if leaf.ndim else leaf.item(), step(t, ()))
+        numbers.add(as_number | {"reward": reward})
+    check_same(with_axis, numbers)
+    assert np.asarray(numbers.state.rows.steps.reward)[:3].tolist() == rewards
 
 
 OBS = step(9)["obs"]
@@ -253,13 +385,6 @@ def test_a_number_is_held_as_it_is_or_refused():
         replay.add(EXAMPLE | time)
     for number in (0.1, -12345.678, 2.0**30, np.nan, np.inf):
         replay.add(EXAMPLE | {"extras": {"time": np.float64(number)}})
-    for dtype in (np.uint16, np.int64, np.uint64):
-        top = np.array([np.iinfo(dtype).max], dtype)
-        if top < 2**24:
-            assert checks.cast("x", top, np.float32, "so") == top
-        else:
-            with refused(f"x: {top[0]} cannot be stored as float32, so"):
-                checks.cast("x", top, np.float32, "so")
 
 
 class Walk:
@@ -320,50 +445,14 @@ def test_no_reset_is_seen_where_there_is_none_or_it_was_told(final_obs):
 # Output.
 
 
-def test_frameworks_give_the_same_batch():
-    torch = pytest.importorskip("torch", reason="the torch extra is not installed")
-    found = []
-    for name, kind in (("jax", jax.Array), ("numpy", np.ndarray), ("torch", torch.Tensor)):
-        replay = make(framework=name, seed=3, **PRIORITIZED)
-        for t in range(4):
-            replay.add(step(t), priority=np.arange(3.0))
-        batch = replay.sample(beta=0.5)
-        assert all(isinstance(leaf, kind) for leaf in jax.tree.leaves(batch))
-        replay.update_priorities(batch.index, batch.weight + 1)
-        drawn = jax.tree.leaves((batch, replay.sample(5)))
-        on_host = [np.asarray(leaf.cpu() if name == "torch" else leaf) for leaf in drawn]
-        found.append([*on_host, *rows_of(replay)])
-        assert replay.metrics()["max_priority"] == 2
-    for other in found[1:]:
-        assert [leaf.dtype for leaf in other] == [leaf.dtype for leaf in found[0]]
-        assert_same(other, found[0])
-
-
-def test_draws_are_those_of_the_key():
-    replay = make(seed=5, steps=4)
-    key = jax.random.fold_in(jax.random.key(5), 1)
-    expected = sample(replay.buffer, replay._owner.state, key, None)
-    assert_same(replay.sample(), expected)
-
-
-def test_rows_that_are_handed_out_once():
-    replay = make(**QUEUE, framework="numpy", steps=4)
-    assert len(replay) == 9
-    seen = [replay.sample() for _ in range(3)]
-    rows = np.concatenate([batch.index.row[batch.is_valid] for batch in seen])
-    assert len(rows) == len(set(rows.tolist())) == 9
-    assert seen[2].is_valid.sum() == 1
-    assert not replay.can_sample()
-    with refused("no batch can be sampled yet, 0 rows of at least 1", TimeoutError):
-        replay.sample()
-
-
 def test_an_empty_replay_says_what_is_missing(tmp_path):
     replay = make()
     with refused("there is no checkpoint under", FileNotFoundError):
         replay.load(tmp_path)
     with refused("save: nothing was added yet"):
         replay.save(tmp_path)
+    with refused("get: nothing was added yet"):
+        replay.get([0])
     for steps in (0, 4):
         for t in range(steps):
             replay.add(step(t))
@@ -488,10 +577,8 @@ def test_a_saved_replay_goes_on_as_if_never_stopped(tmp_path):
     replay.save(tmp_path / "replay")
     for each in (same, other):
         each.load(tmp_path / "replay")
-    assert same._limiter == replay._limiter
     assert not same.can_sample()
-    assert (other._limiter.num_inserts, other._limiter.num_samples) == (0, 0)  # of its own ratio
-    other.sample()
+    other.sample()  # of its own ratio
     expected = go_on(replay, 10)
     assert len(expected) > 10
     assert_same(go_on(same, 10), expected)
@@ -619,7 +706,7 @@ def test_a_checkpointer_s_generation_can_be_loaded_and_a_replay_s_restored(saved
         checkpoint.save(path.parent / "two", replay.buffer, state, metadata=metadata)
         other = make(example=EXAMPLE, samples_per_insert=1.0)
         other.load(path.parent / "two")
-        assert (len(other), other._limiter.num_inserts) == (9, 0)
+        assert len(other) == 9
 
 
 # Devices, and missing extras.
@@ -651,16 +738,3 @@ def test_without_torch_the_error_names_the_extra(monkeypatch):
     assert make(framework="numpy", steps=4).sample().is_valid.all()
     with refused(r"jaxreplay.torch needs PyTorch: pip install 'jaxreplay\[torch\]'", ImportError):
         make(framework="torch")
-
-
-def test_an_add_to_one_env_is_in_place():
-    num_envs, capacity = 4, 1 << 16
-    replay = make(num_envs=num_envs, capacity=capacity, allow_mask=True, example=EXAMPLE)
-    one = host_arrays.as_stored("add", replay.buffer, step(1, ()))
-    check_in_place(
-        lambda state, env: replay.buffer.add(state, nth(one, None), envs=env),
-        (replay._owner.state, np.int32([2])),
-        num_elements=capacity,
-        donated=0,
-        **options_here(),
-    )
