@@ -7,7 +7,6 @@ import warnings
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -32,32 +31,30 @@ def cart_poles(mode, num_envs=2, **options):
     )
 
 
-@pytest.mark.parametrize(
-    ("mode", "form"),
-    [
+def test_gymnasiums_modes_are_taken_as_they_are():
+    for mode, form in (
         (Mode.NEXT_STEP, "next_step"),
         (Mode.SAME_STEP, "same_step"),
         (Mode.DISABLED, "same_step"),
-    ],
-)
-def test_gymnasiums_modes_are_taken_as_they_are(mode, form):
-    assert jr.uniform(**SIZES, autoreset=mode) == jr.uniform(**SIZES, autoreset=form)
-    assert jr.rollout(length=4, num_envs=2, autoreset=mode).autoreset == form
-    assert jr.autoreset.of(cart_poles(mode)) == form
+    ):
+        assert jr.uniform(**SIZES, autoreset=mode) == jr.uniform(**SIZES, autoreset=form)
+        assert jr.rollout(length=4, num_envs=2, autoreset=mode).autoreset == form
+        assert jr.autoreset.of(cart_poles(mode)) == form
+    # A stream must hold a window and the final row of its last step.
+    with pytest.raises(ValueError, match="one window needs 5; the smallest capacity is 10"):
+        jr.uniform(**SIZES | {"capacity": 8}, n_step=3, autoreset=Mode.SAME_STEP)
 
 
 def test_gymnasium_1_0_resets_in_the_next_step_and_does_not_say_so(monkeypatch):
     """Its own vector envs do; others, and those of 0.29, which reset in the same step, may not."""
+    named = lambda name, *bases: type(name.split(".")[-1], bases, {"__module__": name})
     base = type("VectorEnv", (), {"__module__": "gymnasium.vector.vector_env", "metadata": {}})
-    own = {"__module__": "gymnasium.vector.sync_vector_env"}
-    sync = type("SyncVectorEnv", (base,), own)
-    changed = type("Mine", (sync,), {"__module__": "mine"})
-    other = type("Other", (base,), {"__module__": "other"})
-    wrapper = type("Wrapper", (base,), {"__module__": "gymnasium.wrappers.vector.common"})
-    wrapped, wrapped_other = wrapper(), wrapper()
+    sync = named("gymnasium.vector.sync_vector_env", base)
+    other = named("other", base)
+    wrapped, wrapped_other = (named("gymnasium.wrappers.vector.common", base)() for _ in range(2))
     wrapped.unwrapped, wrapped_other.unwrapped = sync(), other()
     monkeypatch.setattr(gymnasium, "__version__", "1.0.0")
-    for envs in (sync(), changed(), wrapped):
+    for envs in (sync(), named("mine", sync)(), wrapped):
         assert jr.autoreset.of(envs) == "next_step"
     for version, refused in (
         ("1.0.0", (other(), wrapped_other)),
@@ -70,82 +67,12 @@ def test_gymnasium_1_0_resets_in_the_next_step_and_does_not_say_so(monkeypatch):
                 jr.autoreset.of(envs)
 
 
-@pytest.mark.parametrize("mode", [Mode.NEXT_STEP, Mode.SAME_STEP])
-def test_a_world_model_learns_from_sequences_of_vector_envs(mode, tmp_path):
-    """Each step is added, those that reset too. A sequence has its horizon of steps and one more
-    observation, ends with its episode, and is that of lists. Agent and rows are saved together."""
-    envs = cart_poles(mode, max_episode_steps=20)
-    envs.action_space.seed(0)
-    buffer = jr.sequences(
-        capacity=256, num_envs=2, batch_size=16, length=3, autoreset=jr.autoreset.of(envs)
-    )
-    obs, _ = envs.reset(seed=0)
-    replay, true, is_reset = jr.Replay(buffer, seed=0), {}, np.zeros(2, bool)
-    for _ in range(100):
-        action = envs.action_space.sample()
-        next_obs, reward, terminated, truncated, info = envs.step(action)
-        after, flags = next_obs.copy(), {"terminated": terminated, "truncated": truncated}
-        if mode == Mode.SAME_STEP:
-            for env in np.flatnonzero(terminated | truncated):
-                after[env] = info["final_obs"][env]
-            flags["final_obs"] = after
-        step = jr.Step(obs, action, np.float32(reward), **flags)
-        replay.add(step)
-        for env in np.flatnonzero(~is_reset):
-            is_last = bool(terminated[env] | truncated[env])
-            true[obs[env].tobytes()] = (action[env], bool(terminated[env]), is_last, after[env])
-        is_reset = (terminated | truncated) & (mode == Mode.NEXT_STEP)
-        obs = next_obs
-
-    @jax.jit
-    def updated(weights, t):
-        def loss(weights):  # of a linear model that goes on from the first observation
-            latent, total = t.obs[:, 0], 0.0
-            for at in range(3):
-                inputs = jnp.concatenate([latent, 2.0 * t.action[:, at, None] - 1], 1)
-                latent = latent + inputs @ weights
-                error = jnp.square(latent - t.obs[:, at + 1]).sum(1)
-                total += jnp.where(t.mask[:, at], error, 0).mean()
-            return total
-
-        value, gradient = jax.value_and_grad(loss)(weights)
-        return weights - 0.05 * gradient, value
-
-    weights, losses, num_ends = np.zeros((5, 4), np.float32), [], 0
-    for _ in range(60):
-        t = jax.device_get(replay.sample().experience)
-        assert t.mask[:, 0].all()
-        for one, at in np.argwhere(t.mask):
-            action, is_terminal, is_last, after = true[t.obs[one, at].tobytes()]
-            assert (t.action[one, at], t.terminated[one, at]) == (action, is_terminal)
-            np.testing.assert_array_equal(t.obs[one, at + 1], after)
-            assert not (is_last and t.mask[one, at + 1 :].any())
-            num_ends += is_last
-        weights, value = updated(weights, t)
-        losses.append(float(value))
-    assert num_ends > 20
-    assert np.mean(losses[-10:]) < 0.7 * np.mean(losses[:10])
-    replay.save(tmp_path, extras={"weights": weights, "step": 100})
-    again = jr.Replay(buffer, seed=0, example=jax.tree.map(lambda leaf: leaf[0], step))
-    loaded = again.load(tmp_path, extras={"weights": weights, "step": 0})
-    assert int(loaded["step"]) == 100
-    np.testing.assert_array_equal(loaded["weights"], weights)
-    for one, other in zip(*map(jax.tree.leaves, (again.sample(), replay.sample())), strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-def test_a_mode_counts_its_final_rows_as_its_name_does():
-    """A stream must hold a window and the final row of its last step."""
-    with pytest.raises(ValueError, match="one window needs 5; the smallest capacity is 10"):
-        jr.uniform(**SIZES | {"capacity": 8}, n_step=3, autoreset=Mode.SAME_STEP)
-
-
 def test_each_library_has_one_of_the_values():
     names = {name for name in dir(jr.autoreset) if name.isupper() and name[0] != "_"}
-    libraries = {"GYMNASIUM", "ENVPOOL", "GYMNAX", "JUMANJI", "GYMNAX_BEFORE_1", "BRAX", "CRAFTAX"}
-    libraries |= {"JAXMARL", "PETTINGZOO"}
-    assert names == libraries | {"FORMS"}
-    assert {getattr(jr.autoreset, name) for name in libraries} == set(jr.autoreset.FORMS)
+    libraries = "GYMNASIUM ENVPOOL GYMNAX JUMANJI GYMNAX_BEFORE_1 BRAX CRAFTAX JAXMARL PETTINGZOO"
+    assert names == {*libraries.split(), "FORMS"}
+    values = {getattr(jr.autoreset, name) for name in libraries.split()}
+    assert values == set(jr.autoreset.FORMS)
 
 
 NUM_ENVS, NUM_STEPS = 4, 400
@@ -205,28 +132,52 @@ class Fed:
         )
 
 
+NEXT, SAME, DISABLED = Mode.NEXT_STEP, Mode.SAME_STEP, Mode.DISABLED
 WRONG = {
-    "next step as same_step_no_final_obs": Fed(Mode.NEXT_STEP, "same_step_no_final_obs"),
-    "next step as same_step": Fed(Mode.NEXT_STEP, "same_step", "final"),
-    "the final observation masked out": Fed(Mode.NEXT_STEP, "next_step", is_masked=True),
-    "same step as next_step": Fed(Mode.SAME_STEP, "next_step"),
-    "reset by hand as next_step": Fed(Mode.DISABLED, "next_step"),
-    "final_obs of the reset": Fed(Mode.SAME_STEP, "same_step", "after"),
-    "final_obs of the reset by hand": Fed(Mode.DISABLED, "same_step", "after"),
+    "next step as same_step_no_final_obs": Fed(NEXT, "same_step_no_final_obs"),
+    "next step as same_step": Fed(NEXT, "same_step", "final"),
+    "the final observation masked out": Fed(NEXT, "next_step", is_masked=True),
+    "same step as next_step": Fed(SAME, "next_step"),
+    "reset by hand as next_step": Fed(DISABLED, "next_step"),
+    "final_obs of the reset": Fed(SAME, "same_step", "after"),
+    "final_obs of the reset by hand": Fed(DISABLED, "same_step", "after"),
 }
 RIGHT = {
-    "next step": Fed(Mode.NEXT_STEP, "next_step"),
-    "same step": Fed(Mode.SAME_STEP, "same_step", "final"),
-    "same step, final_obs not taken": Fed(Mode.SAME_STEP, "same_step_no_final_obs"),
-    "reset by hand": Fed(Mode.DISABLED, "same_step", "final"),
-    "reset by hand, final_obs not taken": Fed(Mode.DISABLED, "same_step_no_final_obs"),
-    "next step without its resets": Fed(Mode.NEXT_STEP, "same_step", "final", is_masked=True),
-    "next step without its resets, nor final_obs": Fed(
-        Mode.NEXT_STEP, "same_step_no_final_obs", is_masked=True
-    ),
+    "next step": Fed(NEXT, "next_step"),
+    "same step": Fed(SAME, "same_step", "final"),
+    "same step, final_obs not taken": Fed(SAME, "same_step_no_final_obs"),
+    "reset by hand": Fed(DISABLED, "same_step", "final"),
+    "reset by hand, final_obs not taken": Fed(DISABLED, "same_step_no_final_obs"),
+    "next step without its resets": Fed(NEXT, "same_step", "final", is_masked=True),
+    "next step without its resets, nor final_obs": Fed(NEXT, "same_step_no_final_obs", None, True),
 }
-LIMITS = (None, 12, 5)
-SEEDS = range(100 if SOAK else 2)
+LIMITS = (12, *[None, 5] * ALL)
+SEEDS = range(100 if SOAK else 2 if ALL else 1)
+
+
+@pytest.mark.parametrize("name", ["next step", *["same step"] * ALL])
+def test_sequences_of_vector_envs_are_those_of_lists(name):
+    """Each step is added, those that reset too. A sequence has its horizon of steps and one more
+    observation, and ends with its episode."""
+    rows, fed, true = cart_pole(RIGHT[name].mode, 0, 12), RIGHT[name], {}
+    replay = jr.Replay(fed.buffer(jr.sequences, length=3), seed=0)
+    replay.add(fed.steps(0, 12)[0])
+    is_last = rows["terminated"] | rows["truncated"]
+    names = ("action", "terminated", "final")
+    for at in np.argwhere(~rows["was_done"] | (fed.mode == SAME)):
+        of = [rows[name][*at] for name in names]
+        true[rows["obs"][*at].tobytes()] = (*of, is_last[*at])
+    num_ends = 0
+    for _ in range(20):
+        t = jax.device_get(replay.sample().experience)
+        assert t.mask[:, 0].all()
+        for one, at in np.argwhere(t.mask):
+            action, is_terminal, after, ends = true[t.obs[one, at].tobytes()]
+            assert (t.action[one, at], t.terminated[one, at]) == (action, is_terminal)
+            np.testing.assert_array_equal(t.obs[one, at + 1], after)
+            assert not (ends and t.mask[one, at + 1 :].any())
+            num_ends += ends
+    assert num_ends > 20
 
 
 def doubt(fed, seed, limit, **options):
@@ -297,16 +248,8 @@ def test_a_checkpoint_is_looked_at_alike(tmp_path):
         assert len(doubted[0]) == (name in WRONG)
 
 
-@pytest.mark.parametrize(
-    ("mode", "next_obs"),
-    [
-        (Mode.NEXT_STEP, "final"),
-        (Mode.SAME_STEP, "after"),
-        (Mode.DISABLED, "after"),
-        (Mode.SAME_STEP, "final"),
-        (Mode.DISABLED, "final"),
-    ],
-)
+@pytest.mark.parametrize("mode", [NEXT, SAME, *[DISABLED] * ALL])
+@pytest.mark.parametrize("next_obs", ["final", "after"])
 def test_the_buffers_of_stable_baselines3_warn_once(mode, next_obs):
     sb3 = pytest.importorskip("jaxreplay.sb3")
     spaces = gymnasium.spaces

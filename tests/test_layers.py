@@ -2,6 +2,7 @@
 functions."""
 
 import ast
+import graphlib
 import pathlib
 import re
 import sys
@@ -19,33 +20,74 @@ ROOT = pathlib.Path(jaxreplay.__file__).parent
 # A package, or a file at the top level, may import from the earlier lines. Samplers and views do
 # not import from each other.
 PACKAGES = (
-    ("_util", "_version"),
-    ("types", "autoreset"),
-    ("targets", "storage"),
-    ("samplers", "views"),
-    ("buffers",),
-    ("distributed",),
-    ("inspection",),
-    ("checkpoint", "torch", "datasets"),
-    ("host",),
-    ("actors",),
-    ("stateful",),
-    ("sb3", "compat"),
-    ("",),
-    ("__main__",),
+    "_util _version",
+    "types autoreset",
+    "targets storage",
+    "samplers views",
+    "buffers",
+    "distributed",
+    "inspection",
+    "checkpoint torch datasets",
+    "host",
+    "actors",
+    "stateful",
+    "sb3 compat",
+    "jaxreplay",
+    "__main__",
 )
+
+
+def name_of(path):
+    """Return a module's name in the package, "jaxreplay" for the package itself."""
+    parts = ("jaxreplay", *path.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(parts).removesuffix(".__init__").removeprefix("jaxreplay.")
+
+
+MODULES = {name_of(path): path for path in sorted(ROOT.rglob("*.py"))}
+TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
+
+
+def imports(name):
+    """Yield the package's modules that a module imports."""
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.ImportFrom):
+            found = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            found = [
+                alias.name for alias in getattr(node, "names", ()) if isinstance(node, ast.Import)
+            ]
+        for one in found:
+            if package_of(one) == "jaxreplay":
+                inner = one.removeprefix("jaxreplay.")
+                yield inner if inner in MODULES else inner.rpartition(".")[0] or "jaxreplay"
+
+
+def package_of(module):
+    return module.split(".")[0]
+
+
+def test_packages_import_only_from_those_before_them():
+    level_of = {name: level for level, names in enumerate(PACKAGES) for name in names.split()}
+    assert set(level_of) == {*map(package_of, MODULES)}
+    for name in MODULES:
+        for imported in imports(name):
+            if (own := package_of(name)) != (other := package_of(imported)):
+                assert level_of[other] < level_of[own], f"{name} imports {imported}"
+
+
+def test_no_package_has_a_circle():
+    graph = {
+        name: {one for one in imports(name) if package_of(one) == package_of(name)} - {name}
+        for name in MODULES
+    }
+    graphlib.TopologicalSorter(graph).prepare()  # the error names the circle
 
 
 def test_each_file_of_tests_is_in_one_part():
     here = pathlib.Path(__file__).parent
     makefile = (here.parent / "Makefile").read_text()
-    parts = dict(re.findall(r"^PART_(\w+) := (.*)$", makefile, re.MULTILINE))
-    named = [
-        f"test_{name}.py"
-        for part, names in parts.items()
-        if not part.startswith(("gpu", "tpu"))
-        for name in names.split()
-    ]
+    parts = re.findall(r"^PART_(?!gpu|tpu)\w+ := (.*)$", makefile, re.MULTILINE)
+    named = [f"test_{name}.py" for names in parts for name in names.split()]
     files = here.rglob("test_*.py")
     assert sorted(named) == sorted(path.name for path in files if path.parent.name != "aot")
 
@@ -54,58 +96,6 @@ def test_each_mutation_changes_one_place():
     for what, file, code, _, tests in MUTATIONS:
         assert (ROOT / file).read_text().count(code) == 1, what
         assert all((ROOT.parent / "tests" / name).exists() for name in tests.split()), what
-
-
-def modules():
-    for path in sorted(ROOT.rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        yield ".".join(parts).removesuffix("__init__").strip("."), path
-
-
-def imports(path):
-    """Yield the package's modules that a file imports."""
-    names = {name for name, _ in modules()}
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and package_of(node.module or "") == "jaxreplay":
-            module = node.module.removeprefix("jaxreplay").strip(".")
-            for alias in node.names:
-                inner = f"{module}.{alias.name}".strip(".")
-                yield inner if inner in names else module
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                if package_of(alias.name) == "jaxreplay":
-                    yield alias.name.removeprefix("jaxreplay").strip(".")
-
-
-def package_of(module):
-    return module.split(".")[0]
-
-
-def test_packages_import_only_from_those_before_them():
-    level_of = {name: number for number, names in enumerate(PACKAGES) for name in names}
-    assert set(level_of) == {package_of(name) for name, _ in modules()}
-    for name, path in modules():
-        for imported in imports(path):
-            if (own := package_of(name)) != (other := package_of(imported)):
-                assert level_of[other] < level_of[own], f"{name} imports {imported}"
-
-
-def test_no_package_has_a_circle():
-    imported_by = {
-        name: {other for other in imports(path) if package_of(other) == package_of(name)}
-        for name, path in modules()
-    }
-    done = set()
-
-    def visit(name, above):
-        assert name not in above, " imports ".join([*above, name])
-        if name not in done:
-            for other in imported_by[name] - {name}:
-                visit(other, [*above, name])
-            done.add(name)
-
-    for name in imported_by:
-        visit(name, [])
 
 
 def lines_of_code(path):
@@ -132,14 +122,14 @@ def test_the_reading_order_is_short():
 
 
 def test_the_remainder_operator_is_used_in_one_file():
-    for name, path in modules():
-        uses = [
-            node.lineno
-            for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod)
-        ]
-        # These two files divide capacities once, in Python, when they check them.
-        assert not uses or name in ("storage.ring", "_util.checks"), f"{name}: lines {uses}"
+    divide = {
+        name
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod)
+    }
+    # The second divides capacities once, in Python, when it checks them.
+    assert divide == {"storage.ring", "_util.checks"}
 
 
 # Maximal numbers of the package's functions that one call enters while it is traced, and of their
@@ -161,12 +151,11 @@ def test_a_call_enters_few_functions(kind, name):
     )
     step = plain_step(np.zeros(4, np.float32), obs=np.zeros((4, 3), np.float32))
     state = jax.eval_shape(buffer.init, nth(step, 0))
-    index = jaxreplay.types.Index(np.zeros(8, np.int32), np.zeros(8, np.uint32))
     arguments = {
         "add": (step,),
         "sample": (jax.eval_shape(jax.random.key, 0),),
-        "update_priorities": (index, np.ones(8, np.float32)),
-    }[name]
+        "update_priorities": (jaxreplay.types.Index(*np.zeros((2, 8), np.int32)), np.ones(8)),
+    }
     entered = set()
 
     def enters(frame, event, _):
@@ -176,7 +165,7 @@ def test_a_call_enters_few_functions(kind, name):
             entered.add((code.co_filename, code.co_qualname))
 
     def call():
-        jax.eval_shape(lambda *given: getattr(buffer, name)(*given), state, *arguments)
+        jax.eval_shape(lambda *given: getattr(buffer, name)(*given), state, *arguments[name])
 
     call()  # fills caches
     before = sys.getprofile()
@@ -193,36 +182,16 @@ def test_a_call_enters_few_functions(kind, name):
 def test_the_top_level_shows_what_users_type():
     assert len(jaxreplay.__all__) <= 52
     # Submodules become attributes once a test has imported them.
-    modules = {
-        "buffers",
-        "checkpoint",
-        "compat",
-        "datasets",
-        "distributed",
-        "host",
-        "inspection",
-        "sb3",
-        "storage",
-        "stateful",
-        "torch",
-    }
+    modules = (
+        "buffers checkpoint compat datasets distributed host inspection sb3 storage stateful torch"
+    )
     shown = {name for name in dir(jaxreplay) if name[0] != "_"}
-    assert shown - modules == set(jaxreplay.__all__) - {"__version__"}
+    assert shown - {*modules.split()} == set(jaxreplay.__all__) - {"__version__"}
 
 
 def test_importing_the_library_imports_no_extra():
-    extras = [
-        "torch",
-        "gymnax",
-        "ray",
-        "flax",
-        "optax",
-        "tensorstore",
-        "google_crc32c",
-        "minari",
-        "stable_baselines3",
-    ]
-    code = f"import sys, jaxreplay; print([m for m in {extras} if m in sys.modules])"
+    extras = "torch gymnax ray flax optax tensorstore google_crc32c minari stable_baselines3"
+    code = f"import sys, jaxreplay; print([m for m in '{extras}'.split() if m in sys.modules])"
     assert output_of(code) == "[]"
 
 
