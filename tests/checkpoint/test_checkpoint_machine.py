@@ -84,6 +84,9 @@ class Runs(stateful.RuleBasedStateMachine):
         self.patch.setattr(Parts, "of", lambda state: PARTS_OF(state)._replace(bounds=bounds))
         self.bounds, self.chunk_bytes = bounds, chunk_bytes
         self.open(3, None)
+        for _ in range(2):
+            self.extend(0, 9)
+            self.save(True)
 
     def open(self, keep, level):
         self.keep = keep
