@@ -301,10 +301,8 @@ class FileRows(HostRows):
 
     def go_on_from(self, end: np.ndarray) -> None:
         """Take another token, before the rows go on from the numbers int64[E]."""
-        first, branches = self.progress[FIRST], {}
-        for token, limits in {**self._about["branches"], self.token: None}.items():
-            low, high = limits or (first, end)
-            branches[token] = [np.maximum(low, first).tolist(), np.minimum(high, end).tolist()]
+        limits = {**self._about["branches"], self.token: end}
+        branches = {token: np.minimum(limit, end).tolist() for token, limit in limits.items()}
         self._renew(dict([*branches.items()][-_MOST_BRANCHES:]))
 
     def begin_rewrite(self) -> None:
@@ -316,8 +314,8 @@ class FileRows(HostRows):
         """Take another token.
 
         Args:
-          branches: Earlier tokens, each with the numbers of the oldest rows of each env that are
-            there still, and of the first ones that may be replaced: int64[E] both, as lists.
+          branches: Earlier tokens, each with the numbers of each env's first row that may be
+            replaced, int64[E], as lists.
         """
         about = {**self._about, "branches": branches, "token": secrets.token_hex(8)}
         try:
@@ -332,9 +330,9 @@ class FileRows(HostRows):
         the rows had a token; None if they never had it, or if a row before int64[E] is not there,
         or was replaced by another one of the same number."""
         first, newest, _ = self.progress
-        branches = {**self._about["branches"], self.token: (first, newest)}
-        low, high = branches.get(token, (first, np.full_like(end, -1)))
-        return np.maximum(first, low) if (end <= high).all() else None
+        # The oldest row is never older than when the rows went back, but where none is there.
+        limit = {**self._about["branches"], self.token: newest}.get(token, np.full_like(end, -1))
+        return first if (end <= limit).all() else None
 
     def flush(self) -> str | None:
         for file in self._files.values():
@@ -372,7 +370,7 @@ def _found_about(path: pathlib.Path) -> dict[str, Any]:
                 spec_of(text)
             for limits in found["branches"].values():
                 numbers = np.array(limits)
-                if numbers.shape != (2, found["num_envs"]) or numbers.dtype.kind != "i":
+                if numbers.shape != (found["num_envs"],) or numbers.dtype.kind != "i":
                     raise ValueError("branches have other numbers")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error!r}") from error

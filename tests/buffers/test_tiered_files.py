@@ -39,11 +39,12 @@ def opened(folder, buffer=None, continue_streams=True):
     return tier, tier.init(example())
 
 
+told = jax.jit(lambda state: (state.lap, state.head, state.filled))
+
+
 def check_rows(tier, state, first, end):
     """Check that a state has exactly the steps `first` to `end - 1`, whole."""
-    lap, head, filled = map(
-        int, jax.jit(lambda state: (state.lap, state.head, state.filled))(state)
-    )
+    lap, head, filled = map(int, told(state))
     assert (lap * LENGTH + head, filled) == (end, end - first)
     rows = np.asarray([env * LENGTH + n % LENGTH for n in range(first, end) for env in range(3)])
     whole = tier.whole(state)
@@ -64,6 +65,49 @@ def check_rows(tier, state, first, end):
         key = jax.random.key(end)
         found, wanted = tier.sample(state, key), buffer.sample(other, key)
         jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def test_what_a_checkpoint_says_is_on_the_disk_before_it_and_rows_json_whole(tmp_path, monkeypatch):
+    tier, state = opened(tmp_path / "rows")
+    state, calls = tier.extend(state, steps(range(3))), []
+
+    def record(module, name):
+        real = getattr(module, name)
+        path = lambda file: os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else file
+
+        def recorded(file, *given, **options):
+            calls.append(
+                (name.removeprefix("fdata").removeprefix("f"), os.path.basename(path(file)))
+            )
+            return real(file, *given, **options)
+
+        monkeypatch.setattr(module, name, recorded)
+
+    for name in ("fsync", "fdatasync", "replace"):
+        record(os, name)
+    saver = Checkpointer(tmp_path / "index", tier)
+    saver.save(state)
+    files = [path.name for path in files_of(tmp_path / "rows")]
+    assert {("sync", name) for name in files} <= {*calls[: len(files) + 2]}  # a lock and a folder
+    calls.clear()
+    saver.restore(example())
+    own = [call for call in calls if call[1] in ("rows.new", "rows")]
+    assert own == [("sync", "rows.new"), ("replace", "rows.new"), ("sync", "rows")]
+
+
+def test_progress_is_that_before_a_call_or_that_after_it_at_each_moment(tmp_path):
+    tier, state = opened(tmp_path)
+    state, seen = tier.extend(state, steps(range(3))), []
+    store = tier._store
+
+    class Watched(np.ndarray):
+        def __setitem__(self, *given):
+            super().__setitem__(*given)
+            seen.append(np.asarray(store.progress)[[0, 1], 0].tolist())
+
+    store._slots = store._slots.view(Watched)
+    tier.extend(state, steps(range(3, 55)))
+    assert [*map(list, dict.fromkeys(map(tuple, seen)))] == [[0, 3], [3, 3], [5, 55]]
 
 
 @pytest.mark.xdist_group("killed")
@@ -111,22 +155,11 @@ def test_the_streams_of_a_folder_end_when_it_is_opened_again(tmp_path):
         other.close()
 
 
-def test_an_add_that_is_cut_off_loses_what_it_would_overwrite_and_no_more(tmp_path, monkeypatch):
+def test_an_add_that_is_cut_off_loses_what_it_would_overwrite_and_no_more(tmp_path):
     tier, state = opened(tmp_path)
     state = tier.extend(state, steps(range(60)))
     check_rows(tier, state, 10, 60)
-    write, calls = file_rows.FileRows.write, []
-
-    def failing(self, name, rows, values):
-        calls.append(name)
-        if len(calls) == 3:
-            raise OSError("gone")
-        write(self, name, rows, values)
-
-    monkeypatch.setattr(file_rows.FileRows, "write", failing)
-    with refused("gone", OSError):
-        tier.extend(state, steps(range(60, 67)))
-    monkeypatch.undo()
+    kill("write", lambda: tier.extend(state, steps(range(60, 67))), nth=3)
     for _ in range(2):  # the same buffer, and another one
         state = tier.init(example())
         check_rows(tier, state, 17, 60)
@@ -138,12 +171,37 @@ def test_an_add_that_is_cut_off_loses_what_it_would_overwrite_and_no_more(tmp_pa
     check_rows(tier, state, 20, 70)
 
 
+def killed(*_, **__):
+    raise KeyboardInterrupt("killed")
+
+
+def kill(at, call, nth=1):
+    """Call a function, and kill it in its nth call of a method of `FileRows`, before that does
+    anything; with a "+" in front of its name after it has."""
+    calls, method = [], getattr(file_rows.FileRows, at.lstrip("+"))
+
+    def killed_at(*given):
+        calls.append(given)
+        if len(calls) == nth and at[0] == "+":
+            method(*given)
+        if len(calls) == nth:
+            killed()
+        return method(*given)
+
+    with pytest.MonkeyPatch.context() as patch, refused("killed", KeyboardInterrupt):
+        patch.setattr(file_rows.FileRows, at.lstrip("+"), killed_at)
+        call()
+
+
 def doubled(item):
     """Return twice the values of an item."""
     return jax.tree.map(lambda leaf: leaf * 2, item)
 
 
-def test_a_call_that_writes_no_row_of_a_page_changes_nothing_else(tmp_path):
+def test_a_call_that_writes_no_row_of_a_page_changes_nothing_else(tmp_path, monkeypatch):
+    """Also where the system writes a part of a row at once."""
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, data, at: write(file, data[:4000], at))
     options = {"capacity": 8, "batch_size": 2, "allow_mask": True, "allow_write": True}
     tier = jr.tiered(jr.items(**options), rows=tmp_path)
     page = lambda number: {"a": np.full((1, 1500), number, np.int32), "b": np.int32([number])}
@@ -159,17 +217,14 @@ def test_a_call_that_writes_no_row_of_a_page_changes_nothing_else(tmp_path):
     state = tier.write(state, index, {"a": np.zeros((2, 1500), np.int32)})  # all are overwritten
     state = tier.add(state, page(11), np.ones(1, bool))
     for name, rows in tier._store.arrays.items():
-        assert rows.reshape(8, -1)[:, 0].tolist() == [9, 10, 11, 4, 5, 6, 7, 8], name
+        assert (rows.reshape(8, -1).T == [9, 10, 11, 4, 5, 6, 7, 8]).all(), name
 
 
-def test_a_kill_in_a_block_that_is_longer_than_the_ring_leaves_a_folder(tmp_path, monkeypatch):
+def test_a_kill_in_a_block_that_is_longer_than_the_ring_leaves_a_folder(tmp_path):
     """Its first rows may be written over all rows before."""
     tier, state = opened(tmp_path)
     state = tier.extend(state, steps(range(10)))
-    monkeypatch.setattr(file_rows.FileRows, "write", killed)
-    with refused("killed", KeyboardInterrupt):
-        tier.extend(state, steps(range(10, 70)))
-    monkeypatch.undo()
+    kill("write", lambda: tier.extend(state, steps(range(10, 70))))
     tier.close()
     tier, state = opened(tmp_path)
     assert tier._store.progress[:2].tolist() == [[10] * NUM_ENVS] * 2
@@ -235,9 +290,8 @@ def cut(path):
     os.truncate(path, path.stat().st_size - 1)
 
 
-def overwrite(path):
-    slots = np.load(path, mmap_mode="r+")
-    slots[1:].reshape(2, 3, -1)[:, file_rows.FIRST] = 9  # the oldest rows are newer than the newest
+def overwrite(path, row, number):
+    np.load(path, mmap_mode="r+")[1:].reshape(2, 3, -1)[:, row] = number
 
 
 def damage_json(**changed):
@@ -280,14 +334,16 @@ DAMAGE = {
     "rows.json is damaged: .*'list'": damage_json(leaves={"x": []}),
     "rows.json is damaged: .*no dtype": damage_json(leaves={"x": "int32"}),
     "rows.json is damaged: .*'int'": damage_json(branches=3),
-    "rows.json is damaged: .*other numbers": damage_json(branches={"a": [["x"] * 3] * 2}),
-    "rows.json is damaged: .*numbers": damage_json(branches={"a": [[1] * 2] * 2}),
+    "rows.json is damaged: .*other numbers": damage_json(branches={"a": ["x"] * 3}),
+    "rows.json is damaged: .*numbers": damage_json(branches={"a": [1] * 2}),
     "rows.json is damaged: .*hex": damage_json(token="x"),
     "rows.json is no regular file": pipe("rows.json"),
     "1-rows.obs.x.npy is no regular file": pipe("1-rows.obs.x.npy"),
     "lock is no regular file": pipe("../lock"),
     "1-rows.obs.x.npy is the file of another folder": swap,
-    "the journal has numbers of rows that cannot be": lambda files: overwrite(files[-1]),
+    # the oldest rows are newer than the newest, and more rows than a ring has
+    "the journal has numbers of rows that cannot be": lambda files: overwrite(files[-1], 0, 9),
+    "the journal has numbers of rows .*be": lambda files: overwrite(files[-1], 1, LENGTH + 1),
     "rows.json is damaged:": lambda files: files[0].with_name("rows.json").unlink(),
 }
 
@@ -363,15 +419,10 @@ def test_a_full_disk_is_an_error_of_init(tmp_path, monkeypatch):
     with refused(r"the rows take 9\d\d,\d\d\d bytes, but the disk has 1,000 free", OSError):
         opened(tmp_path)
     monkeypatch.undo()
-    reserve, calls = os.posix_fallocate, []
-
-    def full(*given):
-        calls.append(given)
-        if len(calls) == 3:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        reserve(*given)
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    reserve, fails = os.posix_fallocate, iter([False, False, True])
+    monkeypatch.setattr(
+        os, "posix_fallocate", lambda *given: full() if next(fails, False) else reserve(*given)
+    )
     with refused("No space left", OSError):
         opened(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
@@ -528,10 +579,6 @@ def full(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def killed(*_, **__):
-    raise KeyboardInterrupt("killed")
-
-
 def saved_and_gone_on(tmp_path):
     """Return a folder with the steps 10 to 59, and a tier over it, of which a checkpoint of the
     first 20 steps was saved, and one with a copy of its rows."""
@@ -571,53 +618,12 @@ def test_a_kill_while_rows_are_replaced_leaves_no_saved_row_that_is_gone(when, t
 
 
 @pytest.mark.parametrize("nth", [1, 2])
-def test_a_kill_while_the_rows_go_back_leaves_rows_with_their_flags(nth, tmp_path, monkeypatch):
+def test_a_kill_while_the_rows_go_back_leaves_rows_with_their_flags(nth, tmp_path):
     tier, _ = saved_and_gone_on(tmp_path)
-    end, calls = file_rows.FileRows.end, []
-
-    def killed_at(self, *given):
-        calls.append(given)
-        if len(calls) == nth:
-            killed()
-        end(self, *given)
-
-    monkeypatch.setattr(file_rows.FileRows, "end", killed_at)
-    with refused("killed", KeyboardInterrupt):
-        Checkpointer(tmp_path / "index", tier).restore(example())
-    monkeypatch.undo()
+    kill("end", lambda: Checkpointer(tmp_path / "index", tier).restore(example()), nth)
     tier.close()
     tier, state = opened(tmp_path / "rows")
     check_rows(tier, state, 10, {1: 60, 2: 20}[nth])
-
-
-def left_by_a_kill(at, folder, buffer, begin, call, nth=1):
-    """Return the tier over a folder, and its state, after a call that was killed.
-
-    Args:
-      at: Name of the method of `FileRows` in whose nth call the process is killed, before it does
-        anything; with a "+" in front after it has.
-      folder: The folder.
-      buffer: The buffer.
-      begin: Function that returns the state before, of the tier.
-      call: Function of the tier and the state.
-      nth: As said. Default: 1.
-    """
-    tier = jr.tiered(buffer, rows=folder, continue_streams=True)
-    state, calls, method = begin(tier), [], getattr(file_rows.FileRows, at.lstrip("+"))
-
-    def killed_at(*given):
-        calls.append(given)
-        if len(calls) == nth and at[0] == "+":
-            method(*given)
-        if len(calls) == nth:
-            killed()
-        return method(*given)
-
-    with pytest.MonkeyPatch.context() as patch, refused("killed", KeyboardInterrupt):
-        patch.setattr(file_rows.FileRows, at.lstrip("+"), killed_at)
-        call(tier, state)
-    tier.close()
-    return tier
 
 
 def waits(what):
@@ -625,50 +631,50 @@ def waits(what):
     return pytest.mark.xfail(strict=True, reason=f"the journal does not know of {what} yet")
 
 
-begun = lambda tier: tier.extend(tier.init(example()), steps(range(4)))
-
-
 @waits("rows that are written again")
 @pytest.mark.parametrize("call", ["write", "map_rows"])
 def test_a_kill_in_a_write_leaves_each_row_whole(call, tmp_path):
-    buffer = jr.items(capacity=8, batch_size=2, allow_write=True)
     item, ones = {"x": np.float32(0), "y": np.float32(0)}, np.ones((4, 1), np.float32)
+    tier = jr.tiered(jr.items(capacity=8, batch_size=2, allow_write=True), rows=tmp_path)
+    state = tier.extend(tier.init(item), {"x": ones, "y": ones})
 
-    def write(tier, state):
+    def write():
         index = tier.sample(state, jax.random.key(0)).index
         return tier.write(state, index, {name: np.float32([2, 2]) for name in item})
 
-    tier = left_by_a_kill(
-        "write",
-        tmp_path,
-        buffer,
-        lambda tier: tier.extend(tier.init(item), {"x": ones, "y": ones}),
-        write if call == "write" else lambda tier, state: tier.map_rows(state, doubled, block=8),
-        nth=2,  # of the second leaf
-    )
+    mapped = lambda: tier.map_rows(state, doubled, block=8)
+    kill("write", write if call == "write" else mapped, nth=2)  # of the second leaf
+    tier.close()
     tier.init(item)
     assert tier._store.arrays["x"].tolist() == tier._store.arrays["y"].tolist()
+
+
+def left_by_a_kill(at, folder, call):
+    """Return the tier and the state of a folder after a call that was killed."""
+    tier, state = opened(folder)
+    state = tier.extend(state, steps(range(4)))
+    kill(at, lambda: call(tier, state))
+    tier.close()
+    return opened(folder)
 
 
 @waits("a drop")
 def test_a_kill_in_a_drop_leaves_an_episode_that_can_be_dropped(tmp_path):
     drop = lambda tier, state: tier.drop(state, np.ones(NUM_ENVS, bool))
-    tier = left_by_a_kill("+end", tmp_path, row_writer.buffer(), begun, drop)
-    assert not jax.jit(tier.size)(drop(tier, tier.init(example())))
+    tier, state = left_by_a_kill("+end", tmp_path, drop)
+    assert not jax.jit(tier.size)(drop(tier, state))
 
 
 @waits("rows that are replaced")
 def test_a_kill_while_rows_are_replaced_leaves_those_before(tmp_path):
     adopt = lambda tier, state: tier.adopt(jax.tree.map(jnp.array, tier.whole(state)))
-    tier = left_by_a_kill("+forget", tmp_path, row_writer.buffer(), begun, adopt)
-    check_rows(tier, tier.init(example()), 0, 4)
+    check_rows(*left_by_a_kill("+forget", tmp_path, adopt), 0, 4)
 
 
 @waits("the flags and the end of a stream at once")
 def test_a_kill_in_end_streams_leaves_a_final_row_before_a_first_one(tmp_path):
-    end = lambda tier, state: tier.end_streams(state)
-    tier = left_by_a_kill("end", tmp_path, row_writer.buffer(), begun, end)
-    state = tier.extend(tier.init(example()), steps(range(15, 18)))
+    tier, state = left_by_a_kill("end", tmp_path, lambda tier, state: tier.end_streams(state))
+    state = tier.extend(state, steps(range(15, 18)))
     last, following = np.asarray(state.rows.flags).reshape(NUM_ENVS, LENGTH)[:, 3:5].T
     is_final, is_first = last & row_flags.FINAL != 0, following & row_flags.FIRST != 0
     assert is_final.tolist() == is_first.tolist()
