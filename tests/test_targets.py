@@ -66,13 +66,13 @@ def oracle(stream, rho=None, c=None):
         stream[name].astype(float) for name in ("reward", "value", "next_value")
     )
     terminated, truncated, mask = stream["terminated"], stream["truncated"], stream["mask"]
-    target, advantage, ones = np.zeros((T, E)), np.zeros((T, E)), np.ones((T, E))
+    target, advantage, ones = np.zeros(mask.shape), np.zeros(mask.shape), np.ones(mask.shape)
     weight, trace = (ones, ones) if rho is None else (rho, c)
 
     def follows(t, env):
         """Return whether step t + 1 exists and belongs to the episode of step t."""
         is_over = terminated[t, env] or truncated[t, env]
-        return not is_over and t + 1 < T and mask[t + 1, env]
+        return not is_over and t + 1 < len(mask) and mask[t + 1, env]
 
     def one_step(t, env, more=0.0):
         beyond = 0 if terminated[t, env] else DISCOUNT * (next_value[t, env] + more)

@@ -94,35 +94,23 @@ def run(buffer, state):
     return told, batch, read, state.rows.flags.sum(), buffer.clear(state)
 
 
-def test_all_methods_agree():
-    expected = jax.jit(functools.partial(run, PRIORITIZED))(PRIORITIZED.init(EXAMPLE))
-    buffer = copy.copy(jr.jit(PRIORITIZED))
+def test_all_methods_agree_also_inside_of_jit_and_vmap():
+    buffer, state = copy.copy(jr.jit(PRIORITIZED)), jax.device_get(PRIORITIZED.init(EXAMPLE))
     assert (buffer.capacity, buffer.autoreset) == (64, "same_step_no_final_obs")
-    got = run(buffer, PRIORITIZED.init(EXAMPLE))
-    chex.assert_trees_all_equal(*jax.device_get((got, expected)))
-    assert (int(got[0][0]), bool(got[0][1])) == (8, True)
-
-
-def test_inside_of_jit_and_vmap_a_jitted_method_is_the_method():
-    plain = jr.items(capacity=16, num_envs=2, batch_size=4, sampler=jr.Prioritized())
-
-    def run(buffer, state):
-        state = buffer.add(buffer.add(state, ONE), ONE)
-        batch = buffer.sample(state, jax.random.key(0), 3)
-        size = buffer.size(state)
-        return buffer.update_priorities(state, batch.index, ONE[:1].repeat(3)), batch, size
-
-    state = jax.device_get(plain.init(np.float32(0)))
-    inner = functools.partial(run, jr.jit(plain))
-    expected = jax.device_get(jax.jit(functools.partial(run, plain))(state))
+    expected, inner = (
+        jax.jit(functools.partial(run, PRIORITIZED))(state),
+        functools.partial(run, buffer),
+    )
     for got in (
+        inner(state),
         jax.jit(inner)(state),
         jax.jit(lambda: inner(state))(),
-        nth(jax.device_get(jax.vmap(inner)(stacked([state]))), 0),
+        nth(jax.jit(jax.vmap(inner))(stacked([state])), 0),
     ):
-        chex.assert_trees_all_equal(jax.device_get(got), expected)
+        chex.assert_trees_all_equal(*jax.device_get((got, expected)))
+    assert (int(got[0][0]), bool(got[0][1])) == (8, True)
     with pytest.raises(ValueError, match=r"add: *\n.*got float32\[2, 1\]"):
-        jax.eval_shape(lambda: jr.jit(plain).add(state, ONE[:, None]))
+        jax.eval_shape(lambda: buffer.add(state, STEP.replace(reward=ONE[:, None])))
 
 
 def test_a_change_of_priorities_moves_the_samplers_part_alone():

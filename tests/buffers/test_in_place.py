@@ -104,8 +104,7 @@ TABLE["groups"] = of_groups
 
 
 def check(form, row):
-    """Check the calls of a row of the table: "alone", in a "scan", or for a "population", scanned
-    as well: under vmap, a cond would become a select over the buffers."""
+    """Check the calls of a row of the table: "alone", in a "scan", or for a "population" in one."""
     members = POPULATION if form == "population" else 1
     state, calls = row(CAPACITY // members)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), members))
@@ -132,7 +131,7 @@ def check(form, row):
             raise AssertionError(f"{name}: {error}") from None
 
 
-# Whatever is in place for a population in a scan is in place alone, in all versions of XLA so far.
+# A population in a scan has the most ways to copy: selects over buffers, and what a loop carries.
 FORMS = ("population", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("alone", "scan")))
 
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings, strategies as st
 import jaxreplay as jr
 from jaxreplay import Rollout
 from tests.conftest import ALL, SOAK
+from tests.test_targets import DECAY, DISCOUNT, oracle
 
 T, E = 6, 2
-DISCOUNT, DECAY = 0.9, 0.7
 FORMS = (
     "next_step",
     "same_step",
@@ -64,27 +64,26 @@ class World:
         ), n
 
 
-def oracle(world, transitions):
-    """Return transition -> (advantage, target) for one rollout, by sums of errors in float64."""
-    gives_up = world.form == FORMS[3]
-    expected = {}
-    for start in transitions:
-        if gives_up and world.kinds[start] == "C":
-            continue
-        total, factor, n = 0.0, 1.0, start
-        while True:
-            beyond = 0.0 if world.kinds[n] in "TB" else float(world.next_value(n))
-            total += factor * (float(world.reward[n]) + DISCOUNT * beyond - float(world.start[n]))
-            factor *= DISCOUNT * DECAY
-            if (
-                world.kinds[n] != "."
-                or n + 1 not in transitions
-                or (gives_up and world.kinds[n + 1] == "C")
-            ):
-                break
-            n += 1
-        expected[start] = (total, total + float(world.start[start]))
-    return expected
+def expected_of(worlds, rows):
+    """Return the mask, advantages and targets of one rollout, by sums of errors in float64."""
+    found = {name: np.zeros((len(rows), E)) for name in ("reward", "value", "next_value")}
+    found |= {name: np.zeros((len(rows), E), bool) for name in ("terminated", "truncated", "mask")}
+    for env, world in enumerate(worlds):
+        for t, n in enumerate(row[env][1] for row in rows):
+            kind = None if n is None else world.kinds[n]
+            if n is None or (kind == "C" and world.form == FORMS[3]):
+                continue
+            here = (
+                world.reward[n],
+                world.start[n],
+                world.next_value(n),
+                kind in "TB",
+                kind in "CB",
+                True,
+            )
+            for name, value in zip(found, here, strict=True):
+                found[name][t, env] = value
+    return found["mask"], *oracle(found)
 
 
 def collect(form, state, steps, last_obs):
@@ -140,16 +139,10 @@ def test_advantages_are_those_of_the_episodes(form, kinds, num_steps, seed):
         last_obs = np.array([world.obs() for world in worlds])
         state, *found = jitted_collect(form, state, steps, last_obs)
         got, mask, found_steps = jax.device_get(found)
-        for env, world in enumerate(worlds):
-            numbers = [row[env][1] for row in rows]
-            expected = oracle(world, {n for n in numbers if n is not None})
-            assert [t for t in range(T) if mask[t, env]] == [
-                t for t, n in enumerate(numbers) if n in expected
-            ]
-            for t, n in enumerate(numbers):
-                if n in expected:
-                    np.testing.assert_allclose(
-                        (got.advantage[t, env], got.target[t, env]), expected[n], atol=1e-5
-                    )
+        right, *expected = expected_of(worlds, rows)
+        np.testing.assert_array_equal(mask[: len(rows)], right)
+        assert not mask[len(rows) :].any()
+        for leaf, its in zip((got.advantage, got.target), expected, strict=True):
+            np.testing.assert_allclose(leaf[: len(rows)][right], its[right], atol=1e-5)
         held = [row[env] for row in rows for env in range(E) if row[env][1] is not None]
         assert found_steps == len(held)
