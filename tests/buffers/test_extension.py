@@ -137,20 +137,20 @@ def calls_are_in_place(case):
 
 
 CHECKS = (
-    test_contract.test_an_abstract_example_is_enough,
-    test_contract.test_a_state_keeps_its_structure_and_dtypes,
-    test_contract.test_equal_configurations_share_one_trace,
+    test_contract.test_a_state_and_items_keep_their_structure_and_dtypes,
     test_contract.test_a_donated_state_is_reused_and_gone,
-    test_contract.test_an_empty_buffer_is_flagged,
     test_contract.test_weights_are_those_that_the_probabilities_give,
-    test_contract.test_what_memory_says_is_what_init_takes,
-    test_contract.test_a_state_goes_through_serialization,
-    test_contract.test_the_wrong_leaf_is_named,
     test_contract.test_items_are_the_steps_that_were_added,
-    functools.partial(test_laws.test_draws_are_as_probable_as_they_say, platform=None),
 )
 if ALL:
     CHECKS += (
+        test_contract.test_an_abstract_example_is_enough,
+        test_contract.test_equal_configurations_share_one_trace,
+        test_contract.test_an_empty_buffer_is_flagged,
+        test_contract.test_what_memory_says_is_what_init_takes,
+        test_contract.test_a_state_goes_through_serialization,
+        test_contract.test_the_wrong_leaf_is_named,
+        functools.partial(test_laws.test_draws_are_as_probable_as_they_say, platform=None),
         test_contract.test_jit_equals_eager,
         test_contract.test_vmap_equals_a_loop,
         test_contract.test_extend_equals_add_for_each_step,
