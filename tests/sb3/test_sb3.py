@@ -28,7 +28,9 @@ from tests.support.refusals import refused
 from tests.support.sampling import assert_same
 from tests.support.sb3_streams import (
     ACTIONS,
+    BOX,
     DICT,
+    NUMBER,
     OBSERVATIONS,
     VECTOR,
     added_to,
@@ -42,22 +44,29 @@ from tests.support.sb3_streams import (
 )
 from tests.support.steps import nth
 
-KINDS = ["ReplayBuffer", "DictReplayBuffer"]
-NUMBER, BOX = spaces.Box(-np.inf, np.inf, (1,)), ACTIONS["box"]
-SPACES = [
-    ("dict", "double", 3),
-    ("float64", "discrete", 1),
-    ("image", "wide", 1),
-    ("discrete", "wide", 3),
+thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
+N_STEPS = {"n_steps": 5, "gamma": 0.9}
+CASES = [
+    ("dict", "double", 3, {}),
+    ("float64", "discrete", 1, {"handle_timeout_termination": False}),
+    ("vector", "box", 2, N_STEPS),
+    *(
+        thorough(*one)
+        for one in [
+            ("dict", "double", 3, {"handle_timeout_termination": False}),
+            *(("vector", "box", 2, N_STEPS | {"n_steps": n_steps}) for n_steps in (1, 2)),
+            ("image", "wide", 1, {}),
+            ("discrete", "wide", 3, {}),
+            *((*one, {}) for one in itertools.product(OBSERVATIONS, ("box", "discrete"), (1, 3))),
+        ]
+    ),
 ]
-if ALL:
-    SPACES += itertools.product(OBSERVATIONS, ("box", "discrete"), (1, 3))
 
 
-def normalizer(observation_space, n_envs):
+def normalizer(observation_space, action_space, n_envs):
     class Env(gymnasium.Env):
         def __init__(self):
-            self.observation_space, self.action_space = observation_space, BOX
+            self.observation_space, self.action_space = observation_space, action_space
 
         def reset(self, **_):
             return observation_space.sample(), {}
@@ -69,17 +78,22 @@ def normalizer(observation_space, n_envs):
     env = VecNormalize(DummyVecEnv([Env] * n_envs), norm_obs_keys=keys)
     env.reset()
     for _ in range(20):
-        env.step([BOX.sample() for _ in range(n_envs)])
+        env.step([action_space.sample() for _ in range(n_envs)])
     env.training = False
     return env
 
 
-@pytest.mark.parametrize(("observation", "action", "n_envs"), SPACES)
-def test_equal_seeds_give_equal_batches(observation, action, n_envs):
-    spaces_ = OBSERVATIONS[observation], ACTIONS[action]
-    ours, other = pair(kind_of(spaces_[0]), *spaces_, n_envs=n_envs)
-    envs = [None, normalizer(DICT, n_envs)] if observation == "dict" else [None]
-    for t, step in enumerate(stream(*spaces_, n_envs, 60)):
+@pytest.mark.parametrize(("observation", "action", "n_envs", "options"), CASES)
+def test_random_calls_give_what_theirs_give(observation, action, n_envs, options):
+    """With equal seeds the same batches, before their ring goes round."""
+    spaces_, options = (OBSERVATIONS[observation], ACTIONS[action]), {"n_envs": n_envs, **options}
+    kind = "NStepReplayBuffer" if "n_steps" in options else kind_of(spaces_[0])
+    ours, other = pair(kind, *spaces_, **options)
+    envs = [None, normalizer(*spaces_, n_envs)] if observation in ("dict", "vector") else [None]
+    reset = 0 if "n_steps" in options else 0.05  # their windows know of no such resets
+    steps = stream(*spaces_, n_envs, 500 if SOAK else 200, reset=reset)
+    r = np.random.default_rng(0)
+    for t, step in enumerate(steps):
         added_to([other], [step])
         if n_envs == 1 and t % 2:  # one env needs no axis
             step = *nth(step[:-1], 0), step[-1]
@@ -87,9 +101,21 @@ def test_equal_seeds_give_equal_batches(observation, action, n_envs):
         ours.add(*memory, step[-1])
         jax.tree.map(lambda leaf: leaf.fill(1), memory)  # an env may reuse its arrays
         assert (ours.size(), ours.pos, ours.full) == (other.size(), other.pos, other.full)
-        for env in envs if t % 7 == 0 else ():
-            batches = (sampled(buffer, 5, t, env) for buffer in (ours, other))
-            check_same(*batches, 1e-6 if env else 0)
+        if t == 100:
+            ours = pickle.loads(pickle.dumps(ours))
+        if t == 150:
+            ours.reset()
+            other.reset()
+        elif r.random() < 0.2:
+            rows, env = r.integers(0, other.size(), 5), envs[r.integers(len(envs))]
+            by_number = r.random() < 0.3
+            batches = []
+            for buffer in (ours, other):
+                np.random.seed(t)
+                batches.append(
+                    buffer._get_samples(rows, env) if by_number else buffer.sample(5, env)
+                )
+            check_same(*batches, 1e-5 if kind == "NStepReplayBuffer" else 1e-6 if env else 0)
 
 
 @pytest.mark.parametrize("n_envs", [1, 3])
@@ -146,8 +172,7 @@ def test_numbers_beyond_what_is_held_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("observation", "n_envs"),
-    [("dict", 3), *[("vector", 1), ("discrete", 3)] * ALL],
+    ("observation", "n_envs"), [("dict", 3), thorough("vector", 1), thorough("discrete", 3)]
 )
 def test_their_arrays_are_there(observation, n_envs):
     """Row by row as theirs, through a wrap; final rows take the place of the oldest transitions."""
@@ -178,36 +203,7 @@ def test_their_arrays_are_there(observation, n_envs):
     assert not ours.rewards.any()
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "NStepReplayBuffer"] if ALL else KINDS[1:])
-def test_every_transition_is_the_same(kind):
-    steps = 10_000 if SOAK else 1_000 if ALL else 150
-    space = DICT if kind == "DictReplayBuffer" else VECTOR
-    for handle in (True, False):
-        options = {"gamma": 0.99} if kind == "NStepReplayBuffer" else {}
-        options |= {"handle_timeout_termination": handle}
-        ours, other = pair(kind, space, BOX, 2 * steps, **options)
-        added_to([ours, other], stream(space, BOX, 1, steps, reset=0))
-        got, expected = (buffer._get_samples(np.arange(steps)) for buffer in (ours, other))
-        if kind == "NStepReplayBuffer":  # it sums in another order
-            torch.testing.assert_close(got.rewards, expected.rewards, rtol=1e-6, atol=1e-6)
-            got = got._replace(rewards=expected.rewards)
-        check_same(got, expected)
-
-
-@pytest.mark.parametrize("n_steps", [*[1, 2] * ALL, 5])
-def test_n_steps_end_as_theirs(n_steps):
-    """N-step windows end at terminations, timeouts and the newest step; each reward is
-    normalized."""
-    ours, other = pair("NStepReplayBuffer", VECTOR, BOX, n_envs=2, n_steps=n_steps, gamma=0.9)
-    env = normalizer(VECTOR, 2)
-    for t, step in enumerate(stream(VECTOR, BOX, 2, 80, reset=0)):
-        added_to([ours, other], [step])
-        if t % 5 == 0:
-            for given in (None, env):
-                check_same(sampled(ours, 16, t, given), sampled(other, 16, t, given), 1e-5)
-
-
-@pytest.mark.parametrize("buffer_size", [3, 20, *[64] * ALL])
+@pytest.mark.parametrize("buffer_size", [3, thorough(20), thorough(64)])
 def test_after_the_ring_went_round_each_transition_is_drawn_alike(buffer_size):
     ours, dones = sb3.ReplayBuffer(buffer_size, NUMBER, BOX, n_envs=3), {}
     for t, step in enumerate(numbered(3, 120)):
@@ -245,16 +241,19 @@ def test_bytes_of_a_transition():
     assert "rows.steps.obs.image" in ours.memory()
 
 
-RUNS = [(SAC, "Pendulum-v1", None)]
-if ALL:
-    RUNS += [(TD3, "Pendulum-v1", None), (DQN, "CartPole-v1", None), (DQN, "CartPole-v1", 3)]
-
-
-@pytest.mark.parametrize(("algorithm", "env_id", "n_steps"), RUNS)
+@pytest.mark.parametrize(
+    ("algorithm", "env_id", "n_steps"),
+    [
+        (SAC, "Pendulum-v1", None),
+        thorough(TD3, "Pendulum-v1", None),
+        thorough(DQN, "CartPole-v1", None),
+        thorough(DQN, "CartPole-v1", 3),
+    ],
+)
 def test_whole_runs_are_the_same(algorithm, env_id, n_steps):
     """Unmodified algorithms: the losses of all updates are the same, and the parameters are
     bit-identical."""
-    updates = 1000 if SOAK else 60 if ALL else 30
+    updates = 1000 if SOAK else 60 if ALL else 20
     theirs = {"n_steps": n_steps} if n_steps else {}
     drop_in = {"replay_buffer_class": sb3.NStepReplayBuffer if n_steps else sb3.ReplayBuffer}
     if n_steps:
@@ -289,11 +288,14 @@ def test_whole_runs_are_the_same(algorithm, env_id, n_steps):
     assert torch.equal(params, other_params)
 
 
+@pytest.mark.thorough  # without priorities, theirs are such a buffer
 @pytest.mark.parametrize(
     ("kind", "n_envs"),
     [
         ("PrioritizedReplayBuffer", 3),
-        *[("NStepReplayBuffer", 1), ("DictReplayBuffer", 3), ("ReplayBuffer", 1)] * ALL,
+        ("NStepReplayBuffer", 1),
+        ("DictReplayBuffer", 3),
+        ("ReplayBuffer", 1),
     ],
 )
 def test_steps_that_wait_and_are_saved_are_as_if_added_at_once(kind, n_envs):
@@ -392,6 +394,7 @@ def test_without_stable_baselines3_the_error_names_the_extra(monkeypatch):
         importlib.import_module("jaxreplay.sb3")
 
 
+@pytest.mark.thorough  # the methods of our buffers are in the table of in-place calls
 def test_an_add_and_a_sample_are_in_place():
     ours = sb3.NStepReplayBuffer(1 << 16, VECTOR, BOX, n_envs=2, gamma=0.99)
     steps = jax.tree.map(lambda leaf: np.zeros((4, 2, *leaf.shape), leaf.dtype), ours._example())

@@ -11,10 +11,9 @@ from stable_baselines3 import DQN
 
 from jaxreplay import sb3
 from jaxreplay.stateful import owner
-from tests.sb3.test_sb3 import BOX, NUMBER
 from tests.support.hlo import check_in_place
 from tests.support.refusals import refused
-from tests.support.sb3_streams import VECTOR, added_to, numbered, params_of
+from tests.support.sb3_streams import BOX, NUMBER, VECTOR, added_to, numbered, params_of
 
 OPTIONS = {
     "learning_starts": 10,
@@ -76,6 +75,7 @@ def test_a_late_update_changes_nothing():
     assert int(ours._state.sampler.num_stale_updates) == 8000
 
 
+@pytest.mark.thorough
 def test_prioritized_dqn_learns_is_saved_and_goes_on(tmp_path):
     model = prioritized_dqn(n_steps=2, gamma=0.9)
     buffer, before = model.replay_buffer, params_of(model)
@@ -152,6 +152,7 @@ def test_one_step_has_the_gamma_of_the_model():
     assert torch.equal(*found)
 
 
+@pytest.mark.thorough  # as the methods of our buffers are
 def test_a_draw_is_in_place():
     ours = sb3.PrioritizedReplayBuffer(1 << 16, VECTOR, BOX, n_steps=3, gamma=0.99)
     draw = (np.uint32(0), np.uint32(0))

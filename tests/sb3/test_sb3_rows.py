@@ -10,13 +10,12 @@ import pytest
 
 from jaxreplay import sb3
 from jaxreplay.storage import ring
-from tests.conftest import ALL
 from tests.sb3 import test_sb3_hindsight as hindsight, test_sb3_saves as saves
 from tests.support.refusals import refused
-from tests.support.sb3_streams import ACTIONS, DICT, VECTOR, added_to, check_same, sampled, stream
+from tests.support.sb3_streams import BOX, DICT, VECTOR, added_to, check_same, sampled, stream
 
-BOX = ACTIONS["box"]
 SIZE = 60
+thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 KINDS = {
     "dict": lambda **rows: sb3.DictReplayBuffer(SIZE, DICT, BOX, n_envs=3, **rows),
     "priorities": lambda **rows: sb3.PrioritizedReplayBuffer(
@@ -38,7 +37,7 @@ def flags_of(state):
     return state.rows.flags, state.is_written(ring.arange(state.layout.capacity))
 
 
-@pytest.mark.parametrize("kind", ["dict", "priorities", *["n steps"] * ALL])
+@pytest.mark.parametrize("kind", [thorough("dict"), "priorities", thorough("n steps")])
 def test_batches_are_the_same_wherever_the_rows_lie(kind, tmp_path):
     ours = [KINDS[kind](**place) for place in places(tmp_path)]
     space = DICT if kind == "dict" else VECTOR
@@ -58,12 +57,7 @@ def test_batches_are_the_same_wherever_the_rows_lie(kind, tmp_path):
     for name in ("observations", "next_observations", "rewards", "dones"):
         whole, *others = [getattr(buffer, name) for buffer in ours]
         for column in others:
-            check = np.testing.assert_array_equal
-            if isinstance(whole, dict):
-                for key, leaf in whole.items():
-                    check(column[key], leaf)
-            else:
-                check(column, whole)
+            jax.tree.map(np.testing.assert_array_equal, column, whole)
     owner = ours[2]._owner  # as the device counts them, so that any buffer may open the folder
     (flags, written), journal = flags_of(owner.state), owner.tier._store.journal["flags"]
     np.testing.assert_array_equal(journal[written], np.asarray(flags)[written])
@@ -74,9 +68,10 @@ def test_batches_are_the_same_wherever_the_rows_lie(kind, tmp_path):
         pickle.dumps(ours[2])
 
 
-@pytest.mark.parametrize("kind", [sb3.HerReplayBuffer, *[sb3.PrioritizedHerReplayBuffer] * ALL])
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", [sb3.HerReplayBuffer, sb3.PrioritizedHerReplayBuffer])
 def test_goals_are_the_same_wherever_the_rows_lie(kind, tmp_path):
-    ours = [hindsight.make(90, kind, n_envs=3, **place) for place in places(tmp_path)]
+    ours = [hindsight.make(90, kind, **place) for place in places(tmp_path)]
     for start in range(0, 60, 20):
         batches = []
         for buffer in ours:
@@ -86,6 +81,7 @@ def test_goals_are_the_same_wherever_the_rows_lie(kind, tmp_path):
             check_same(batch, batches[0])
 
 
+@pytest.mark.thorough  # it trains; `tests/buffers/test_tiered_files.py` has such folders
 def test_a_folder_goes_on_if_it_is_resumed_and_else_begins_anew(tmp_path):
     folder, saved = tmp_path / "rows", tmp_path / "saved"
     options = {"buffer_size": 100, "num_envs": 2}
@@ -118,14 +114,12 @@ def test_a_place_and_a_device_are_refused():
         sb3.ReplayBuffer(50, VECTOR, BOX, rows="disk")
 
 
-@pytest.mark.parametrize(
-    "kind", ["dict", "priorities", pytest.param("goals", marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("kind", [thorough("dict"), "priorities", thorough("goals")])
 def test_a_guard_of_transfers_holds_for_no_buffer(kind):
     with jax.transfer_guard("disallow"):
         for place in ({}, {"rows": "host"}):
             if kind == "goals":
-                buffer = hindsight.make(90, n_envs=3, **place)
+                buffer = hindsight.make(90, **place)
                 hindsight.fill(buffer, 20)
             else:
                 buffer = KINDS[kind](**place)

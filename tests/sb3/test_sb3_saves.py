@@ -11,7 +11,6 @@ from stable_baselines3.common.envs import BitFlippingEnv
 from stable_baselines3.common.vec_env import DummyVecEnv
 
 from jaxreplay import checkpoint, sb3
-from tests.conftest import ALL
 from tests.support.refusals import refused
 
 
@@ -60,7 +59,16 @@ def params_of(model):
     return [one.detach().numpy().copy() for one in model.policy.parameters()]
 
 
-@pytest.mark.parametrize("name", ["two envs", "priorities", *["dqn", "sac", "her"] * ALL])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "two envs",
+        *(
+            pytest.param(name, marks=pytest.mark.thorough)
+            for name in ("priorities", "dqn", "sac", "her")
+        ),
+    ],
+)
 def test_a_resumed_run_ends_as_one_without_a_break(name, tmp_path):
     """With the envs saved too, bit for bit: parameters, batches and counters."""
     callback = sb3.SaveCallback(tmp_path, save_freq=40, save_envs=True, max_to_keep=3)
@@ -83,6 +91,7 @@ def test_a_resumed_run_ends_as_one_without_a_break(name, tmp_path):
     assert all(torch.equal(one, other) for one, other in zip(*batches, strict=True))
 
 
+@pytest.mark.thorough
 def test_without_the_envs_they_are_reset(tmp_path):
     model = dqn()
     assert sb3.resume(tmp_path, model) is model  # nothing was saved yet

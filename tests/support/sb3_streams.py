@@ -12,6 +12,7 @@ from stable_baselines3.common import buffers as theirs
 from jaxreplay import sb3
 
 VECTOR = spaces.Box(-1, 1, (3,), np.float32)
+NUMBER = spaces.Box(-np.inf, np.inf, (1,))
 IMAGE = spaces.Box(0, 255, (5, 4, 3), np.uint8)
 DICT = spaces.Dict(
     image=IMAGE,
@@ -35,6 +36,9 @@ ACTIONS = {
     "wide": spaces.Box(-1, 1, (2, 3)),
     "discrete": spaces.Discrete(4),
 }
+
+
+BOX = ACTIONS["box"]
 
 
 def stack(space, n_envs):
