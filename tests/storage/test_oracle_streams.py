@@ -251,7 +251,8 @@ class Config:
         return seen
 
     def check(self, model, seen, is_asked, where=None):
-        """Compare the buffer with the oracle; return the oracle's row of each sampled item."""
+        """Compare the buffer with the oracle; return the oracle's row of each sampled item. `where`
+        is for the traceback."""
         oracle, rows, batch = model.oracle, seen["rows"], seen["batch"]
         candidates = {oracle.number(*one): one for one in oracle.candidates()}
         probabilities = model.probabilities()

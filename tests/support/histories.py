@@ -1,10 +1,8 @@
 """Random histories of all operations. One program runs a whole history on a buffer, alone or beside
 others under `vmap`, and an oracle of lists goes through it afterwards.
 
-A configuration is hashable, and has `buffer`, `operations` (names of `KINDS`), `agents`,
-`is_population`, `oracle()`, `model(oracle, start)`, `step(fields)`, which makes the buffer's step,
-`observe(state, batch, taken, key)`, which the program returns after each operation, and
-`check(model, observed, is_asked)`.
+A configuration is hashable, and has the fields and methods of `Config` in
+`storage/test_oracle_streams.py`.
 """
 
 import functools

@@ -20,7 +20,7 @@ class Model:
     """Uniform sampling with replacement, and the base of the others."""
 
     def __init__(self, config, oracle, start):
-        self.config, self.oracle, self.start = config, oracle, start
+        self.config, self.oracle = config, oracle
         self.sampler, self.batch_size = config.buffer.sampler, config.buffer.batch_size
 
     @staticmethod
