@@ -15,10 +15,9 @@ AXES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 # a shard knows neither the order of all rows, nor what a part of a blend weighs elsewhere
 CASES = [case for case in CATALOG if type(case.replay().sampler).mass is not Sampler.mass]
 REFUSED = [case for case in CATALOG if case not in CASES]
-PRIORITIZED, MASKED, PAIRS = (
-    next(case for case in CASES if case.name == name)
-    for name in ("prioritized same_step, 3 steps", "uniform masked, episodes", "future_pairs")
-)
+_NAMED = {case.name: case for case in CASES}
+PRIORITIZED, MASKED = _NAMED["prioritized same_step, 3 steps"], _NAMED["uniform masked, episodes"]
+PAIRS, SEQUENCES = _NAMED["future_pairs"], _NAMED["sequences prioritized, every second start"]
 # One buffer is enough for most tests, the explicit axes for those of types.
 THREE = pytest.mark.parametrize(
     "case",

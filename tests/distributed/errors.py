@@ -1,5 +1,5 @@
 """One of two processes, with two devices each, of whose saves and restores one fails:
-`python errors.py 2 WHICH PORT FOLDER`. Both get the error, and both go on."""
+`python errors.py 2 WHICH PORT FOLDER NUMBER_OF_MESHES`. Both get the error, and both go on."""
 
 import errno
 import functools
@@ -70,7 +70,7 @@ def placed(sharding, leaf):
     return jax.make_array_from_callback(leaf.shape, sharding, leaf.__getitem__)
 
 
-def main(num, which, folder):
+def main(num, which, folder, num_meshes):
     mesh = jax.make_mesh((4,), ("data",))
     buffer = jr.sharded(REPLAY, mesh)
     add = jax.jit(buffer.add, donate_argnums=0)
@@ -166,13 +166,12 @@ def main(num, which, folder):
     assert (counts < 32).sum() == len(lost)
 
     devices = np.array(jax.devices())
-    for nth, (found, names) in enumerate(
-        (
-            (devices[[0, 2, 1, 3]], ("data",)),  # each process has two runs of shards
-            (devices.reshape(2, 2), ("data", "model")),  # replicas in one process
-            (devices.reshape(2, 2).T, ("data", "model")),  # replicas in the other
-        )
-    ):
+    meshes = (
+        (devices[[0, 2, 1, 3]], ("data",)),  # each process has two runs of shards
+        (devices.reshape(2, 2).T, ("data", "model")),  # replicas in the other process
+        (devices.reshape(2, 2), ("data", "model")),  # replicas in one process
+    )
+    for nth, (found, names) in enumerate(meshes[: int(num_meshes)]):
         buffer = jr.sharded(REPLAY, Mesh(found, names))
         sharding = NamedSharding(buffer.mesh, P("data"))
         add, state = jax.jit(buffer.add, donate_argnums=0), buffer.init(EXAMPLE)

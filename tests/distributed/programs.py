@@ -1,14 +1,12 @@
 """Compiled programs send only what they must, and copy nothing. On 8 devices."""
 
-import functools
-
 import jax
-import numpy as np
 import pytest
 
 import jaxreplay as jr
 from tests.distributed import common
 from tests.support.hlo import check_in_place, compiled, sent
+from tests.support.steps import stacked
 
 CAPACITY = 1 << 17
 SMALL = CAPACITY // 8 // 2  # numbers: half of a leaf of one number a row, on one device
@@ -28,30 +26,24 @@ def turn(buffer, state, step, key):
     return state, batch
 
 
-@common.THREE
-def test_what_is_sent(case):
-    """A sample sends 12 bytes a device, an update the largest priority, an add nothing."""
-    buffer, state, step = prepared(case)
-    largest = [("all-reduce", 4)] * hasattr(buffer.buffer.sampler, "alpha")
-    found = sent(compiled(functools.partial(turn, buffer), state, step, KEYS[0]).as_text())
-    assert found == [("all-gather", 12 * 8), *largest]
-    found = sent(compiled(buffer.can_sample, state).as_text())
-    assert found in ([("all-reduce", 8)], [("all-reduce", 4)] * 2)
-
-
 def check(function, arguments, donated=None):
     """As `check_in_place`, where a device reuses its part of a donated state."""
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(arguments[0]))
-    check_in_place(function, arguments, num_elements=SMALL, donated=donated, reused=whole // 8)
+    return check_in_place(
+        function, arguments, num_elements=SMALL, donated=donated, reused=whole // 8
+    )
 
 
 @common.THREE
-def test_nothing_is_copied(case):
+def test_a_loop_copies_nothing_and_sends_little(case):
+    """A sample sends 12 bytes a device, an update the largest priority, an add nothing."""
     buffer, state, step = prepared(case)
-    steps = jax.tree.map(lambda leaf: np.stack([leaf] * 4), step)
     loop = lambda state, given: jax.lax.scan(lambda s, x: turn(buffer, s, *x), state, given)
-    check(loop, (state, (steps, KEYS)), donated=0)
-    check(buffer.extend, (state, steps), donated=0)
+    found = sent(check(loop, (state, (stacked([step] * 4), KEYS)), donated=0))
+    largest = [("all-reduce", 4)] * hasattr(buffer.buffer.sampler, "alpha")
+    assert found == [("all-gather", 12 * 8), *largest]
+    found = sent(compiled(buffer.can_sample, state).as_text())
+    assert found in ([("all-reduce", 8)], [("all-reduce", 4)] * 2)
 
 
 @pytest.mark.thorough
@@ -60,6 +52,7 @@ def test_nothing_is_copied_by_one_method_alone(case):
     buffer, state, step = prepared(case)
     batch = jax.eval_shape(buffer.sample, state, KEYS[0])
     check(buffer.add, (state, step), donated=0)
+    check(buffer.extend, (state, stacked([step] * 4)), donated=0)
     check(buffer.sample, (state, KEYS[0]))
     if case is common.PRIORITIZED:
         check(buffer.update_priorities, (state, batch.index, batch.probability), donated=0)

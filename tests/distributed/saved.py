@@ -13,6 +13,7 @@ checkpoint = pytest.importorskip("jaxreplay.checkpoint", reason="an extra is not
 
 import jaxreplay as jr
 from jaxreplay.checkpoint import Checkpointer
+from tests.conftest import ALL
 from tests.distributed import common
 from tests.distributed.common import PRIORITIZED, mesh_of, whole
 from tests.distributed.errors import refused
@@ -40,14 +41,19 @@ def extended(buffer, case, state, seed):
 
 def same(buffer, case, *states):
     """Check that two states hold the same, and go on equally. Episode tables are built again."""
-    sample = jitted(buffer, "sample")
+    sample, keys = jitted(buffer, "sample"), jax.random.split(jax.random.key(0), 3)
     for _ in range(2):
         one, other = (bits((state.rows, state.counters, state.sampler)) for state in states)
         assert one == other
-        for key in jax.random.split(jax.random.key(0), 3):
-            one, other = (bits(sample(state, key)) for state in states)
-            assert one == other
+        one, other = (bits([sample(state, key) for key in keys]) for state in states)
+        assert one == other
         states = [extended(buffer, case, state, 77) for state in states]
+
+
+def moved(path, old, state, new, example):
+    """Return what a buffer restores from another one's save."""
+    checkpoint.save(path, old, state)
+    return checkpoint.restore(path, new, example)
 
 
 @common.THREE
@@ -79,35 +85,31 @@ def test_any_number_of_devices_restores_what_another_saved(case, tmp_path):
     state = four.init(example)
     for seed in range(1, 4):
         state = extended(four, case, state, seed)
-    path = tmp_path / "4"
-    checkpoint.save(path, four, state)
-    before = bits(checkpoint.restore(path, four, example))
-    others = {num: jr.sharded(whole(case), mesh_of(num)) for num in (1, 2, 8)}
+    before = bits(moved(tmp_path / "4", four, state, four, example))
+    others = {num: jr.sharded(whole(case), mesh_of(num)) for num in (8, *[1, 2] * ALL)}
     for num, other in (others | {"one": whole(case)}).items():
-        got = checkpoint.restore(path, other, example)
+        got = checkpoint.restore(tmp_path / "4", other, example)
         assert size_of(other, got) == size_of(four, state)
         if num in others:
             assert len(got.rows.steps.reward.sharding.device_set) == num
-        checkpoint.save(tmp_path / f"{num}", other, got)
-        assert bits(checkpoint.restore(tmp_path / f"{num}", four, example)) == before
+        assert bits(moved(tmp_path / f"{num}", other, got, four, example)) == before
     small = jr.sharded(whole(case, capacity=128), mesh_of(2))
-    assert 0 < size_of(small, checkpoint.restore(path, small, example)) <= 128
+    assert 0 < size_of(small, checkpoint.restore(tmp_path / "4", small, example)) <= 128
 
 
+@pytest.mark.thorough  # a sharded buffer adopts the rows of fewer envs below
 @common.THREE
 def test_other_envs_on_other_devices_get_the_rows(case, tmp_path):
     """Streams of 8 envs are dealt to 16, as of one buffer, and then divided among the devices."""
     one, example = whole(case), case.example()
     state = extended(one, case, jitted(one, "init")(example), 1)
-    checkpoint.save(tmp_path / "8", one, state)
     more = whole(case, num_envs=16, allow_mask=True)
     wanted = jitted(more, "adopt")(state)
     four = jr.sharded(more, mesh_of(4))
-    got = checkpoint.restore(tmp_path / "8", four, example)
+    got = moved(tmp_path / "8", one, state, four, example)
     assert len(got.rows.steps.reward.sharding.device_set) == 4
     assert jitted(four, "size")(got) == jitted(more, "size")(wanted) > 0
-    checkpoint.save(tmp_path / "16", four, got)
-    assert bits(checkpoint.restore(tmp_path / "16", more, example)) == bits(wanted)
+    assert bits(moved(tmp_path / "16", four, got, more, example)) == bits(wanted)
 
 
 def test_rows_of_each_env_are_there_once(tmp_path):
@@ -180,25 +182,10 @@ def test_damaged_rows_are_left_out_as_of_one_buffer(tmp_path):
         with pytest.warns(UserWarning, match="rows are lost"):
             found.append(reader.restore(example, allow_partial=True))
         assert reader.missing_rows
-    checkpoint.save(tmp_path / "again", sharded, found[1])
-    found[1] = checkpoint.restore(tmp_path / "again", one, example)
+    found[1] = moved(tmp_path / "again", sharded, found[1], one, example)
     assert jitted(one, "size")(found[0]) > 0
     wanted, again = (bits((state.rows, state.counters, state.sampler)) for state in found)
     assert again == wanted
-
-
-def test_counters_add_up_to_their_maximum(tmp_path):
-    one, example, most = whole(PRIORITIZED), PRIORITIZED.example(), np.iinfo(np.uint32).max
-    sharded = jr.sharded(one, mesh_of(4))
-    state = sharded.init(example)
-    for counts, total in (([1, 2, 0, 4], 7), ([most, 0, 3, 0], most)):
-        counted = np.asarray(counts, np.uint32)
-        sampler = state.sampler.replace(num_stale_updates=counted)
-        checkpoint.save(tmp_path, sharded, state.replace(sampler=sampler))
-        found = checkpoint.restore(tmp_path, one, example)
-        assert int(found.sampler.num_stale_updates) == total
-        back = checkpoint.restore(tmp_path, sharded, example)
-        assert back.sampler.num_stale_updates.tolist() == [total, 0, 0, 0]
 
 
 class Counting(jr.Uniform):
@@ -211,33 +198,32 @@ class Counting(jr.Uniform):
         return {"hits": state["hits"], "age": 9}
 
 
-def test_shards_add_what_the_sampler_counts_whatever_other_numbers_are_called(tmp_path):
+def test_shards_add_what_the_sampler_counts_up_to_its_maximum(tmp_path):
+    """Other numbers stay, whatever they are called."""
     one = jr.items(capacity=64, num_envs=8, batch_size=8, sampler=Counting())
-    sharded = jr.sharded(one, mesh_of(4))
+    sharded, most = jr.sharded(one, mesh_of(4)), np.iinfo(np.uint32).max
     state = sharded.init(np.float32(0))
     figures = jax.jit(sharded.metrics)(state)
     assert (figures["hits"], "age" in figures) == (12, False)
-    checkpoint.save(tmp_path, sharded, state)
-    found = checkpoint.restore(tmp_path, one, np.float32(0)).sampler
-    assert {name: int(x) for name, x in found.items()} == {
-        "size": 5,
-        "num_stale_updates": 7,
-        "hits": 12,
-    }
-    back = checkpoint.restore(tmp_path, sharded, np.float32(0)).sampler
-    assert back["hits"].tolist() == [12, 0, 0, 0]
-    assert back["size"].tolist() == [5] * 4
+    for hits, total in (([1, 2, 0, 4], 7), ([most, 0, 3, 0], most)):
+        counted = state.replace(sampler=state.sampler | {"hits": np.asarray(hits, np.uint32)})
+        found = moved(tmp_path, sharded, counted, one, np.float32(0)).sampler
+        numbers = {name: int(number) for name, number in found.items()}
+        assert numbers == {"size": 5, "num_stale_updates": 7, "hits": total}
+        back = checkpoint.restore(tmp_path, sharded, np.float32(0)).sampler
+        assert back["hits"].tolist() == [total, 0, 0, 0]
+        assert back["size"].tolist() == [5] * 4
 
 
-@pytest.mark.parametrize("num_envs", [8, 16])
+@pytest.mark.parametrize("num_envs", [16, *[8] * ALL])
 def test_a_sharded_buffer_adopts_the_rows_of_another(num_envs):
     """Each device as it would alone: with other priorities, 3-step returns, fewer rows, more
     envs."""
     old, example = whole(PRIORITIZED), PRIORITIZED.example()
-    changes = {"capacity": old.capacity * num_envs // old.num_envs // 2, "num_envs": num_envs}
     new = dataclasses.replace(
         old,
-        **changes,
+        capacity=16 * num_envs,
+        num_envs=num_envs,
         sampler=jr.Prioritized(alpha=0.3),
         view=jr.views.TransitionView(n_step=3),
         allow_mask=True,
@@ -246,11 +232,8 @@ def test_a_sharded_buffer_adopts_the_rows_of_another(num_envs):
     state = extended(one, PRIORITIZED, one.init(example), 1)
     got = jr.jit(other).adopt(state)
     assert jax.tree.structure(got) == jax.tree.structure(other.init(example))
-    expected = [
-        jitted(other.local.buffer, "adopt")(own)
-        for own in (shard_of(one, state, at) for at in range(4))
-    ]
-    for at, wanted in enumerate(expected):
+    for at in range(4):
+        wanted = jitted(other.local.buffer, "adopt")(shard_of(one, state, at))
         found = shard_of(other, got, at)
         assert bits(found.rows) == bits(wanted.rows)
         assert bits(found.sampler.tree) == bits(wanted.sampler.tree)

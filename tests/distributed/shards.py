@@ -12,13 +12,24 @@ import jaxreplay as jr
 from jaxreplay.samplers import PrioritySampler
 from tests.conftest import ALL, SOAK
 from tests.distributed import common
-from tests.distributed.common import CASES, MASKED, PAIRS, PRIORITIZED, items, mesh_of, whole
+from tests.distributed.common import (
+    CASES,
+    MASKED,
+    PAIRS,
+    PRIORITIZED,
+    SEQUENCES,
+    items,
+    mesh_of,
+    whole,
+)
 from tests.support.buffers import KINDS, bits
 from tests.support.hlo import compiled, sent
+from tests.support.refusals import refused
+from tests.support.steps import nth, stacked
 
 KEY = jax.random.key(5)
 FEW = [case for case in CASES if case in KINDS or case is PAIRS]
-PLACES = [(PRIORITIZED, 8, "explicit"), (MASKED, 2, "auto")]
+PLACES = [(SEQUENCES, 8, "explicit"), (MASKED, 2, "auto")]
 if ALL:
     PLACES += [
         (case, num, kind)
@@ -31,27 +42,28 @@ if ALL:
 def life(case, buffer, given, key, largest=lambda priority: priority):
     """Return the states and batches of one buffer, whose methods are called in turn."""
     block, block_mask, step, step_mask, priority, ended = given
-    state = buffer.init(case.example())
+    whole, state = getattr(buffer, "buffer", buffer), buffer.init(case.example())
     found = {"empty": state}
     state = buffer.add(buffer.extend(state, block, block_mask), step, step_mask)
     batch = buffer.sample(state, key)
     found |= {"filled": state, "batch": batch}
-    sampler = getattr(buffer, "buffer", buffer).sampler
-    if isinstance(sampler, PrioritySampler):
+    found |= {"size": buffer.size(state), "can_sample": buffer.can_sample(state)}
+    if isinstance(whole.sampler, PrioritySampler):
         state = buffer.update_priorities(state, batch.index, priority)
         top = largest(state.sampler.max_priority)
         state = state.replace(sampler=state.sampler.replace(max_priority=top))
         found["updated"] = state
     if not case.is_items and case is not PAIRS:
-        found["ended"] = state = buffer.end_streams(state, ended)
-        state = buffer.add(buffer.extend(state, block, block_mask), step, step_mask)
         found["dropped"] = state = buffer.drop(state, ended)
-    if getattr(buffer, "buffer", buffer).allow_write:
+        found["ended"] = state = buffer.end_streams(state, ~ended)
+    if whole.allow_write:
+        index = getattr(batch.experience, "index", batch.index)
+        new = {"reward": batch.experience.reward + 100}
+        found["written"] = state = buffer.write(state, index, new)
         change = lambda step, next_obs, factor: {"reward": factor * step.reward}
         found["mapped"] = state = buffer.map_rows(state, change, np.float32(3), block=8)
-    found |= {"size": buffer.size(state), "can_sample": buffer.can_sample(state)}
     found["cleared"] = state = buffer.clear(state)
-    return found, buffer.can_sample(state), buffer.sample(state, key)
+    return found, buffer.can_sample(state)
 
 
 @pytest.mark.parametrize(
@@ -81,21 +93,25 @@ def test_shards_equal_vmapped_buffers_to_the_bit(case, num, kind):
         """Divide the axis of envs among the shards, which come first."""
         return jax.tree.map(lambda leaf: np.stack(np.split(leaf, num, axis)), tree)
 
+    def among_all(node):
+        """Count rows through all shards."""
+        if not isinstance(node, jr.types.Index):
+            return node
+        first = np.repeat(np.arange(num, dtype=np.int32), 16 // num) * local.capacity
+        return node.replace(row=node.row + first.reshape(-1, *[1] * (node.row.ndim - 1)))
+
     joined = lambda leaf: leaf if leaf.ndim == 1 else leaf.reshape(-1, *leaf.shape[2:])
     parts = tuple(map(divided, given, (1, 1, 0, 0, 0, 0)))
     expected = jax.tree.map(joined, jax.device_get(of_all(parts)))
-    run = jax.jit(functools.partial(life, case, buffer))
-    found, can_sample, none = jax.device_get(run(given, KEY))
+    found, can_sample = jax.device_get(jax.jit(functools.partial(life, case, buffer))(given, KEY))
     assert not can_sample
-    assert not none.is_valid.any()
-    assert not none.weight.any()
     assert found.pop("size") == expected.pop("size").sum() > 0
     assert found.pop("can_sample") == expected.pop("can_sample").any()
-    batch, wanted = found.pop("batch"), expected.pop("batch")
+    is_index = lambda node: isinstance(node, jr.types.Index)
+    expected["batch"] = jax.tree.map(among_all, expected["batch"], is_leaf=is_index)
     if num > 1:  # probabilities are those of all shards
-        batch, wanted = (one.replace(probability=0, weight=0) for one in (batch, wanted))
-    row = wanted.index.row + np.repeat(np.arange(num, dtype=np.int32), 16 // num) * local.capacity
-    assert bits(batch) == bits(wanted.replace(index=wanted.index.replace(row=row)))
+        for one in (found, expected):
+            one["batch"] = one["batch"].replace(probability=0, weight=0)
     for name, value in found.items():
         assert bits(value) == bits(expected[name]), name
 
@@ -116,69 +132,37 @@ def test_steps_of_some_envs_go_to_their_shards():
         assert bits(states[0]) == bits(states[1])
 
 
-def test_rows_are_written_where_they_are():
-    options = {"num_envs": 4, "allow_mask": True, "allow_write": True, "autoreset": "next_step"}
-    whole = jr.sequences(capacity=256, batch_size=8, length=3, **options)
-    buffer = jr.sharded(whole, mesh_of(4))
-    flag = np.zeros(4, bool)
-    step = lambda t: jr.Step(flag, flag, np.float32([t] * 4), terminated=flag, truncated=flag)
-    state = buffer.init(jax.tree.map(lambda leaf: leaf[0], step(0)))
-    add, write = jax.jit(buffer.add), jax.jit(buffer.write)
-    for t in range(20):
-        state = add(state, step(t))
-    batch = jax.jit(buffer.sample)(state, KEY)
-    index, reward = batch.experience.index, batch.experience.reward
-    assert batch.experience.mask.all()
-    rewards = lambda state: np.asarray(state.rows.steps.reward)
-    np.testing.assert_array_equal(rewards(state)[index.row], reward)
-    new = rewards(write(state, index, {"reward": reward + 100}))
-    expected = rewards(state).copy()
-    expected[index.row] = reward + 100
-    np.testing.assert_array_equal(new, expected)
-
-
 def test_all_shards_know_the_largest_priority():
-    """Priorities of rows that another shard has are ignored."""
+    """Priorities of rows that another shard has are ignored, and those of an empty buffer's
+    sample."""
     buffer = items(4, jr.Prioritized(alpha=1.0))
     step, mask = np.zeros(4, np.float32), np.array([False, True, True, False])
+    nines = np.full(32, 9, np.float32)
 
     @jax.jit
     def run(state):
+        empty = buffer.sample(buffer.init(step[0]), KEY)
         states = [state, buffer.add(state, step, mask, np.array([9, 3, np.nan, 9], np.float32))]
         batch = buffer.sample(states[-1], KEY)
         turned = jax.tree.map(lambda leaf: jnp.roll(leaf, 8), batch.index)
         own = np.where(np.arange(32) == 1, 7, 1).astype(np.float32)
-        for index, priority in ((batch.index, own), (turned, np.full(32, 9, np.float32))):
+        for index, priority in ((batch.index, own), (turned, nines), (empty.index, nines)):
             states.append(buffer.update_priorities(states[-1], index, priority))
         figures = buffer.metrics(buffer.add(states[-1], step, mask))
-        return [state.sampler for state in states], batch.is_valid, figures
+        return [state.sampler for state in states], empty, batch.is_valid, figures
 
     start = common.filled(buffer, [64, 30, 0, 5], np.ones(256))
-    samplers, is_valid, figures = jax.device_get(run(start))
-    assert [one.max_priority.tolist() for one in samplers] == [[n] * 4 for n in (1, 3, 7, 7)]
-    assert bits(samplers[-1].tree) == bits(samplers[-2].tree)
-    assert (figures["max_priority"], figures["num_bad_priorities"]) == (7, 1)
-    assert figures["num_stale_updates"] == (~is_valid).sum() + 32
-
-
-def test_an_index_of_an_empty_buffer_names_no_row():
-    buffer = items(2, jr.Prioritized(alpha=1.0))
-
-    @jax.jit
-    def run():
-        state = buffer.init(np.float32(0))
-        empty = buffer.sample(state, KEY)
-        state = buffer.add(state, np.zeros(2, np.float32))
-        state = buffer.update_priorities(state, empty.index, np.full(16, 9, np.float32))
-        return empty, buffer.sample(state, KEY).probability, buffer.metrics(state)
-
-    empty, probability, figures = jax.device_get(run())
+    samplers, empty, is_valid, figures = jax.device_get(run(start))
     assert not empty.is_valid.any()
+    assert not empty.weight.any()
     assert np.isfinite(empty.experience).all()
-    assert (probability == 0.5).all()
-    assert (figures["max_priority"], figures["num_stale_updates"]) == (1, 16)
+    assert [one.max_priority.tolist() for one in samplers] == [[n] * 4 for n in (1, 3, 7, 7, 7)]
+    assert bits(samplers[-1].tree) == bits(samplers[-2].tree) == bits(samplers[-3].tree)
+    assert (figures["max_priority"], figures["num_bad_priorities"]) == (7, 1)
+    assert figures["num_stale_updates"] == (~is_valid).sum() + 64
 
 
+@pytest.mark.thorough  # a restore to such a mesh is compared in saved.py
 def test_a_mesh_of_two_axes_has_replicas():
     mesh, case = jax.make_mesh((4, 2), ("data", "model")), PRIORITIZED
 
@@ -217,22 +201,20 @@ class Latest(jr.samplers.Sampler):
 def test_what_cannot_be_sharded_is_refused():
     mesh = mesh_of(4)
 
-    def refused(message, *place, **sizes):
+    def check(message, *place, **sizes):
         shape = {"capacity": 64, "num_envs": 4, "batch_size": 8}
-        with pytest.raises(ValueError, match=message):
+        with refused(message):
             jr.sharded(jr.items(**shape | sizes), *(place or (mesh,)))
 
-    refused("num_envs=6 cannot .* among 4 devices; 4 and 8 can", num_envs=6, capacity=66)
-    refused("num_envs=1 cannot be divided among 4 devices; 4 can", num_envs=1)
-    refused("batch_size=2 cannot .*; 4 can", batch_size=2)
-    refused("the mesh has no axis 'x', but 'data'", mesh, "x")
-    refused(r"mesh must be a jax\.sharding\.Mesh", 4)
-    refused("has weights of its own", sampler=Heavy())
-    refused("lacks mass", sampler=Latest())
+    check("num_envs=6 cannot .* among 4 devices; 4 and 8 can", num_envs=6, capacity=66)
+    check("num_envs=1 cannot be divided among 4 devices; 4 can", num_envs=1)
+    check("batch_size=2 cannot .*; 4 can", batch_size=2)
+    check("the mesh has no axis 'x', but 'data'", mesh, "x")
+    check(r"mesh must be a jax\.sharding\.Mesh", 4)
+    check("has weights of its own", sampler=Heavy())
+    check("lacks mass", sampler=Latest())
     for case in common.REFUSED:
-        with pytest.raises(
-            ValueError, match=r"sharded: (Queue|WithoutReplacement|Blend|OnlineQueue)"
-        ):
+        with refused(r"sharded: (Queue|WithoutReplacement|Blend|OnlineQueue)"):
             jr.sharded(whole(case), mesh)
 
 
@@ -242,24 +224,24 @@ def test_bad_arguments_are_refused():
     uniform = jr.sharded(one, mesh_of(4))
     prioritized = items(4, jr.Prioritized())
 
-    def refused(message, buffer, method, *given, state_of=None):
+    def check(message, buffer, method, *given, state_of=None):
         state = jax.eval_shape((state_of or buffer).init, np.float32(0))
-        with pytest.raises(ValueError, match=message):
+        with refused(message):
             jax.eval_shape(lambda state: getattr(buffer, method)(state, *given), state)
 
-    refused("sample: batch_size=10 cannot be divided", uniform, "sample", KEY, 10)
-    refused(r"got float32\[3\], expected float32\[4\]", uniform, "add", np.zeros(3, np.float32))
+    check("sample: batch_size=10 cannot be divided", uniform, "sample", KEY, 10)
+    check(r"got float32\[3\], expected float32\[4\]", uniform, "add", np.zeros(3, np.float32))
     message = r"end_streams:\n  mask: got bool\[3\], expected bool\[4\]"
-    refused(message, uniform, "end_streams", np.ones(3, bool))
-    refused("with 4 shards of 16 rows; init makes it", uniform, "size", state_of=one)
-    refused(r"steps: got float32\[16\], expected float32\[64\]", uniform, "size", state_of=own)
+    check(message, uniform, "end_streams", np.ones(3, bool))
+    check("with 4 shards of 16 rows; init makes it", uniform, "size", state_of=one)
+    check(r"steps: got float32\[16\], expected float32\[64\]", uniform, "size", state_of=own)
     update, priority, place = "update_priorities", np.ones(32, np.float32), np.arange(32)
-    refused("the sampler Uniform has no priorities", uniform, update, place, priority)
-    refused(r"index must be the batch\.index of a sample", prioritized, update, place, priority)
+    check("the sampler Uniform has no priorities", uniform, update, place, priority)
+    check(r"index must be the batch\.index of a sample", prioritized, update, place, priority)
     index = jr.types.Index(np.zeros(30, np.int32), np.zeros(30, np.uint32))
     message = "update_priorities: items=30 cannot be divided among 4"
-    refused(message, prioritized, update, index, priority[:30])
-    with pytest.raises(ValueError, match="must be a ReplayState"):
+    check(message, prioritized, update, index, priority[:30])
+    with refused("must be a ReplayState"):
         uniform.size(3)
 
 
@@ -267,7 +249,7 @@ def test_parts_on_cpu_devices_share_the_memory_of_the_host(monkeypatch):
     buffer, free = items(4, jr.Uniform()), "jaxreplay.buffers.memory.free_bytes"
     num_bytes = 4 * buffer.local.buffer.memory(np.float32(0)).total
     monkeypatch.setattr(free, lambda: num_bytes - 1)
-    with pytest.raises(MemoryError, match=f"takes {num_bytes:,} bytes .* About 255 rows fit"):
+    with refused(f"takes {num_bytes:,} bytes .* About 255 rows fit", MemoryError):
         buffer.init(np.float32(0))
     monkeypatch.setattr(free, lambda: num_bytes)
     buffer.init(np.float32(0))
@@ -288,7 +270,8 @@ def test_min_size_is_of_the_whole():
 
 
 @common.KINDS
-def test_a_population_equals_its_members(kind):
+@pytest.mark.parametrize("is_local", [True, *[False] * ALL])
+def test_a_population_equals_its_members(kind, is_local):
     """A loop of the user's, whose carry keeps its type. Vmapped, and inside of a `shard_map` over
     an axis of its own, it does for each member what it does without a population."""
     case, num = PRIORITIZED, 4
@@ -312,17 +295,16 @@ def test_a_population_equals_its_members(kind):
     alone, empty = functools.partial(run, one), one.init(case.example())
     blocks, keys = [common.steps(case, seed, 12) for seed in range(num)], jax.random.split(KEY, num)
     members = [jax.jit(alone)(empty, *given) for given in zip(blocks, keys, strict=True)]
-    stacked = lambda *trees: jax.tree.map(lambda *leaves: np.stack(leaves), *jax.device_get(trees))
-    given = stacked(*[empty] * num), stacked(*blocks), keys
+    given = stacked([jax.device_get(empty)] * num), stacked(blocks), keys
     of_state, of_steps = P("population", "data"), P("population", None, "data")
     specs = of_state, of_steps, P("population")
     mapped = jax.shard_map(
         jax.vmap(inside), mesh=mesh, in_specs=specs, out_specs=(of_state, of_steps)
     )
     placed = jax.device_put(given, tuple(NamedSharding(mesh, spec) for spec in specs))
-    expected = bits(stacked(*members))
-    assert bits(jax.jit(jax.vmap(alone))(*given)) == expected
-    assert bits(jax.jit(mapped)(*placed)) == expected
+    expected = bits(stacked(jax.device_get(members)))
+    found = jax.jit(mapped)(*placed) if is_local else jax.jit(jax.vmap(alone))(*given)
+    assert bits(found) == expected
 
 
 @pytest.mark.parametrize("autoreset", ["same_step_no_final_obs", *["next_step"] * ALL])
@@ -339,8 +321,7 @@ def test_a_rollout_is_divided_by_envs(autoreset):
     steps = jr.Step(obs, ends.astype(np.int32), obs.sum(2), terminated=ends, truncated=ends[::-1])
 
     def run(rollout, state, steps):
-        first = jax.tree.map(lambda leaf: leaf[0], steps)
-        state = rollout.clear(rollout.add(state, first))
+        state = rollout.clear(rollout.add(state, nth(steps, 0)))
         state = rollout.extend(state, steps)  # three more than it has room for
         value = rollout.steps(state).obs.sum(2)
         after = value + 1 if autoreset != "next_step" else None

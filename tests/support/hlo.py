@@ -82,10 +82,10 @@ def check_in_place(
     function, arguments, *, num_elements, donated=None, compiler_options=None, reused=None
 ):
     """Compile, and fail if the program makes large arrays, has large temporary memory, or does not
-    reuse a donated state: all its bytes, or `reused` of them."""
+    reuse a donated state: all its bytes, or `reused` of them. Return the program's text."""
     changed = () if donated is None else donated
     program = compiled(function, *arguments, donated=changed, compiler_options=compiler_options)
-    bad = large_temporaries(program.as_text(), num_elements)
+    bad = large_temporaries(text := program.as_text(), num_elements)
     assert not bad, "\n".join(["arrays as large as the storage are made:", *bad])
     memory = program.memory_analysis()
     # Less than a float32 leaf of one number a row; a batch takes far less.
@@ -98,6 +98,7 @@ def check_in_place(
         assert memory.alias_size_in_bytes == expected, (
             f"{memory.alias_size_in_bytes} of {expected} bytes are reused"
         )
+    return text
 
 
 def sent(text):
