@@ -21,12 +21,12 @@ def rows(first, num_rows):
 
 
 @pytest.mark.parametrize("kind", ["uniform", "queue", "cyclic"])
-@pytest.mark.parametrize(("size", "batch_size"), [(10, 3), (7, 7), (1, 1)][: 3 if ALL else 1])
+@pytest.mark.parametrize(("size", "batch_size"), [(10, 3), *[(7, 7), (1, 1)] * ALL])
 def test_rows_are_those_of_a_list(kind, size, batch_size):
     """Under jit, as Brax's, a sample of too few rows has no error, and a queue is empty then."""
-    queue = functools.partial(brax.Queue, cyclic=kind == "cyclic")
-    make = brax.UniformSamplingQueue if kind == "uniform" else queue
-    buffer = make(size, EXAMPLE, batch_size)
+    is_uniform, is_cyclic = kind == "uniform", kind == "cyclic"
+    queue = functools.partial(brax.Queue, cyclic=is_cyclic)
+    buffer = (brax.UniformSamplingQueue if is_uniform else queue)(size, EXAMPLE, batch_size)
 
     @jax.jit
     def turn(state, block):
@@ -38,7 +38,7 @@ def test_rows_are_those_of_a_list(kind, size, batch_size):
     empty = jax.jit(buffer.init)(KEY)
     state, batch = jax.jit(buffer.sample)(empty)
     assert (np.asarray(batch["name"]) == 0).all()
-    state, stored, first, written = empty if kind == "cyclic" else state, [], 0, 0
+    state, stored, first, written = empty if is_cyclic else state, [], 0, 0
     for num_rows in (1, 3, 1, 7, 3, 1, 1, 7):
         num_rows = min(num_rows, size)
         inserted, data, after, batch, shown = turn(state, rows(written, num_rows))
@@ -47,35 +47,35 @@ def test_rows_are_those_of_a_list(kind, size, batch_size):
         lost = max(len(stored) - size, 0)
         stored, first = stored[lost:], max(first - lost, 0)
         assert data.shape == (size, 17)
-        assert np.asarray(data)[: len(stored), -1].tolist() == stored
-        if kind == "cyclic" and len(stored) < batch_size:
+        assert data[: len(stored), -1].tolist() == stored
+        if is_cyclic and len(stored) < batch_size:
             state = inserted
             continue
         assert batch["frame"].shape == (batch_size, 4, 4)
         assert batch["frame"].dtype == np.uint8
         got, state = batch["name"].tolist(), after
+        assert set(got) <= set(stored)
         if kind == "queue" and len(stored) - first < batch_size:
             with refused(f"only {len(stored) - first} available"):
                 buffer.sample(inserted)
-        elif kind != "uniform":
+        elif not is_uniform:
             assert got == (stored * 2)[first : first + batch_size]
-        assert set(got) <= set(stored)
-        first += 0 if kind == "uniform" else batch_size
-        first = first % len(stored) if kind == "cyclic" else min(first, len(stored))
-        left = len(stored) - (0 if kind == "cyclic" else first)
+        first += 0 if is_uniform else batch_size
+        first = first % len(stored) if is_cyclic else min(first, len(stored))
+        left = len(stored) - (0 if is_cyclic else first)
         assert [*map(int, shown)] == [len(stored), first, left]
 
 
+@pytest.mark.thorough  # tests/samplers has the distribution
 def test_uniform_samples_are_uniform_and_keys_go_on():
     buffer = brax.UniformSamplingQueue(50, np.int32(0), 10_000)
 
     @jax.jit
     def drawn(rows):
         state = buffer.insert(buffer.insert(buffer.init(KEY), rows[:40]), rows[40:])
-        state, first = buffer.sample(state)
-        return first, buffer.sample(state)[1]
+        return jax.lax.scan(lambda state, _: buffer.sample(state), state, length=2)[1]
 
-    first, second = map(np.asarray, drawn(np.arange(70, dtype=np.int32)))
+    first, second = np.asarray(drawn(np.arange(70, dtype=np.int32)))
     assert (first != second).any()
     counts = np.bincount(first, minlength=70)
     assert (counts[:20] == 0).all()
@@ -113,17 +113,19 @@ def test_jaxgcrls_sequences(sizes):
     assert found == {*range(size - span + 1)}
 
 
-@pytest.mark.parametrize("kind", [brax.UniformSamplingQueue, *[brax.Queue] * ALL])
+@pytest.mark.thorough  # tests/buffers/test_in_place.py has what lies beneath
+@pytest.mark.parametrize("kind", [brax.UniformSamplingQueue, brax.Queue])
 def test_everything_is_in_place(kind):
     """Brax's own moves all rows with each insert into a full buffer."""
     size = 1 << 17
     buffer, block = kind(size, EXAMPLE, 8), rows(0, 8)
-    state = jax.eval_shape(buffer.init, KEY)
     train = lambda state, _: buffer.sample(buffer.insert(state, block))
     loop = lambda state: jax.lax.scan(train, state, length=5)
+    state = jax.eval_shape(buffer.init, KEY)
     check_in_place(loop, (state,), num_elements=size, donated=0)
 
 
+@pytest.mark.thorough  # both methods are compared with a list above
 def test_sacs_training_step():
     """Insert and sample under `pmap`, as Brax's SAC does."""
     buffer = brax.UniformSamplingQueue(64, {"reward": 0.0}, 32)
@@ -140,7 +142,7 @@ def test_sacs_training_step():
         assert (mean[0], size[0]) == (1.0, min(20 * turn, 64))
 
 
-@pytest.mark.parametrize("is_pmapped", [False, True])
+@pytest.mark.parametrize("is_pmapped", [False, *[True] * ALL])
 def test_wrappers_deal_rows_to_devices(is_pmapped):
     inner = brax.Queue(8, {"name": 0}, 4)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
@@ -159,23 +161,13 @@ def test_wrappers_deal_rows_to_devices(is_pmapped):
 def test_a_bad_call_says_why():
     buffer = brax.Queue(8, EXAMPLE, 1)
     insert = functools.partial(jax.eval_shape, buffer.insert, jax.eval_shape(buffer.init, KEY))
+    sequences = brax.TrajectoryUniformSamplingQueue
+    wrong = rows(0, 1) | {"name": np.zeros(1, np.float32)}
     for message, call, *given in (
         ("Queue: max_replay_size must be an int of at least 1", brax.Queue, 0, EXAMPLE, 1),
-        (
-            "episode_length=9 exceeds max_replay_size=8",
-            brax.TrajectoryUniformSamplingQueue,
-            8,
-            EXAMPLE,
-            1,
-            2,
-            9,
-        ),
+        ("episode_length=9 exceeds max_replay_size=8", sequences, 8, EXAMPLE, 1, 2, 9),
         ("insert:.*name: missing", insert, {}),
-        (
-            r"got float32\[1\], expected int32\[1\]",
-            insert,
-            rows(0, 1) | {"name": np.zeros(1, np.float32)},
-        ),
+        (r"got float32\[1\], expected int32\[1\]", insert, wrong),
     ):
         with refused(f"(?s){message}"):
             call(*given)

@@ -22,19 +22,15 @@ EXAMPLE = {"name": np.int32(0), "obs": {"x": np.zeros(3, np.float32), "done": np
 
 def steps(first, num_envs, time):
     """Return steps [E, T] that name their env and time."""
-    when = first + np.arange(time, dtype=np.int32)
-    return {
-        "name": np.arange(num_envs, dtype=np.int32)[:, None] * 10_000 + when,
-        "obs": {
-            "x": np.ones((num_envs, time, 3), np.float32),
-            "done": np.zeros((num_envs, time), bool),
-        },
-    }
+    axes = num_envs, time
+    name = 10_000 * np.arange(num_envs)[:, None] + first + np.arange(time)
+    obs = {"x": np.ones((*axes, 3), np.float32), "done": np.zeros(axes, bool)}
+    return {"name": name.astype(np.int32), "obs": obs}
 
 
 def step(time, num_envs=2):
     """Return one step of each env: leaves [E, ...]."""
-    return jax.tree.map(lambda leaf: leaf[:, 0], steps(time, num_envs, 1))
+    return nth(steps(time, num_envs, 1), np.s_[:, 0])
 
 
 def made(kind, **options):
@@ -43,12 +39,10 @@ def made(kind, **options):
 
 KINDS = ["prioritised_trajectory", "trajectory"]
 SIZES = [(3, 12, 4, 3), (2, 12, 1, 1), (2, 12, 2, 1), (2, 12, 12, 1), (1, 12, 5, 4), (2, 12, 3, 6)]
+CASES = itertools.product(KINDS, SIZES) if ALL else zip(KINDS, SIZES, strict=False)
 
 
-@pytest.mark.parametrize(
-    ("kind", "sizes"),
-    list(itertools.product(KINDS, SIZES) if ALL else zip(KINDS, SIZES[:2], strict=True)),
-)
+@pytest.mark.parametrize(("kind", "sizes"), CASES)
 def test_sequences_are_those_of_a_list(kind, sizes):
     """Every sequence that may start is sampled, and no other, through wraps and ragged adds."""
     num_envs, length, span, period = sizes
@@ -82,39 +76,28 @@ def test_sequences_are_those_of_a_list(kind, sizes):
         for leaf, one in zip(jax.tree.leaves(drawn), jax.tree.leaves(EXAMPLE), strict=True):
             assert (leaf.shape, leaf.dtype) == ((512, span, *one.shape), one.dtype)
         if starts:
-            got = np.asarray(drawn["name"])
-            assert (np.diff(got, axis=1) == 1).all()
-            assert {divmod(one, 10_000) for one in got[:, 0].tolist()} == {
-                (env, start) for env in range(num_envs) for start in starts
-            }
+            assert (np.diff(drawn["name"]) == 1).all()
+            found = {divmod(one, 10_000) for one in drawn["name"][:, 0].tolist()}
+            assert found == {*itertools.product(range(num_envs), starts)}
 
 
 def test_priorities_are_those_that_were_set():
-    buffer = made(
-        "prioritised_flat",
-        max_length=64,
-        min_length=1,
-        sample_batch_size=4096,
-        add_batch_size=2,
-        priority_exponent=0.5,
-    )
+    sizes = {"max_length": 64, "min_length": 1, "sample_batch_size": 4096, "add_batch_size": 2}
+    buffer = made("prioritised_flat", add_sequences=True, priority_exponent=0.5, **sizes)
     add, set_priorities = jax.jit(buffer.add), jax.jit(buffer.set_priorities)
     sample = jax.jit(lambda state: (buffer.can_sample(state), buffer.sample(state, KEY)))
 
     def probabilities(state):
-        batch = sample(state)[1]
+        can_sample, batch = sample(state)
+        assert can_sample == any(batch.probabilities)
         return dict(zip(batch.indices.tolist(), batch.probabilities.tolist(), strict=True))
 
-    state = jax.jit(buffer.init)(EXAMPLE)
-    assert set(probabilities(state).values()) == {0}
-    for time in range(9):
-        state = add(state, step(time))
-    can_sample, batch = sample(state)
-    assert can_sample
-    rows = [*range(8), *range(32, 40)]
-    assert probabilities(state) == pytest.approx(dict.fromkeys(rows, 1 / 16))
-    first, second = jax.device_get((batch.experience.first, batch.experience.second))
+    state, rows = jax.jit(buffer.init)(EXAMPLE), [*range(8), *range(32, 40)]
+    assert {*probabilities(state).values()} == {0}
+    state = add(state, steps(0, 2, 9))
+    first, second = jax.device_get(sample(state)[1].experience)
     np.testing.assert_array_equal(first["name"] + 1, second["name"])
+    assert probabilities(state) == pytest.approx(dict.fromkeys(rows, 1 / 16))
     # bad priorities are ignored, and of one index that occurs twice the largest counts
     index = np.array([0, 1, 2, 3, 4, 4, 32], np.int32)
     priority = np.array([4, 0, np.nan, -1, 9, 1, np.inf], np.float32)
@@ -126,21 +109,20 @@ def test_priorities_are_those_that_were_set():
     # a new row gets the largest so far, which is not rounded
     every = np.arange(64, dtype=np.int32)
     state = set_priorities(state, every, np.where(every == 3, 12.25, 2.25).astype(np.float32))
-    for time in (9, 10):
-        state = add(state, step(time))
-    found = probabilities(state)
+    found = probabilities(add(state, steps(9, 2, 9)))
     assert found[9] / found[2] == pytest.approx(3.5 / 1.5)
-    # all priorities 0: it says so
-    assert not sample(set_priorities(state, every, np.zeros(64, np.float32)))[0]
+    # all priorities 0
+    assert {*probabilities(set_priorities(state, every, np.zeros(64, np.float32))).values()} == {0}
 
 
-@pytest.mark.parametrize("kind", ["prioritised_", *[""] * ALL])
-@pytest.mark.parametrize("has_time", [False, True])
-@pytest.mark.parametrize("num_envs", [None, 3, *[1] * ALL])
-def test_what_an_add_takes(num_envs, has_time, kind):
+ADDS = [*itertools.product(["prioritised_", ""], [None, 3, 1], [False, True])]
+
+
+@pytest.mark.parametrize(("kind", "num_envs", "has_time"), ADDS if ALL else ADDS[1:3])
+def test_what_an_add_takes(kind, num_envs, has_time):
     """Flat and item buffers with and without the axes of envs and time."""
-    sizes = {"max_length": 30, "min_length": 2, "sample_batch_size": 64}
-    options = sizes | {"add_sequences": has_time}
+    options = {"max_length": 30, "min_length": 2, "sample_batch_size": 64}
+    options["add_sequences"] = has_time
     batch = steps(0, num_envs or 1, 4) if has_time else step(0, num_envs or 1)
     if num_envs is None:
         batch = nth(batch, 0)
@@ -159,18 +141,16 @@ def test_what_an_add_takes(num_envs, has_time, kind):
     assert {one["obs"]["x"].shape for one in found} == {(64, 3)}
     first, second, item = (one["name"].tolist() for one in found)
     envs = np.reshape(batch["name"], (num_envs or 1, -1)).tolist()
-    assert {*zip(first, second, strict=True)} == {
-        pair for names in envs for pair in itertools.pairwise(names * 2)
-    }
-    assert {*item} == {name for names in envs for name in names}
+    pairs = {pair for names in envs for pair in itertools.pairwise(names * 2)}
+    assert {*zip(first, second, strict=True)} == pairs
+    assert {*item} == {*itertools.chain(*envs)}
     size = np.size(batch["name"])
     assert shown == (size, size >= 2)
 
 
-@pytest.mark.parametrize(
-    ("add_length", "span", "length"), [(3, 5, 13), (1, 1, 1), *[(4, 2, 8), (6, 6, 6)] * ALL]
-)
-def test_a_queue_hands_out_each_step_once(add_length, span, length):
+@pytest.mark.parametrize("sizes", [(3, 5, 13), *[(1, 1, 1), (4, 2, 8), (6, 6, 6)] * ALL])
+def test_a_queue_hands_out_each_step_once(sizes):
+    add_length, span, length = sizes
     queue = fbx.make_trajectory_queue(
         max_length_time_axis=length,
         add_batch_size=2,
@@ -197,15 +177,9 @@ def test_a_queue_hands_out_each_step_once(add_length, span, length):
             unread = [*unread, *range(written, written + add_length)][-length:]
             written += add_length
         taken = unread[:span] if len(unread) >= span else []  # too few are not consumed
-        assert [int(one) for one in shown] == [
-            written % length,
-            (written - len(unread)) % length,
-            len(unread) == length,
-            len(unread),
-            len(unread) - len(taken),
-            has_room,
-            bool(taken),
-        ]
+        indices = [written % length, (written - len(unread)) % length]
+        counts = [len(unread) == length, len(unread), len(unread) - len(taken)]
+        assert [*map(int, shown)] == [*indices, *counts, has_room, bool(taken)]
         if taken:
             assert names.tolist() == [taken, [10_000 + one for one in taken]]
         unread = unread[len(taken) :]
@@ -213,25 +187,24 @@ def test_a_queue_hands_out_each_step_once(add_length, span, length):
 
 def items_of(batch_size):
     """Return a buffer of items, and a function that fills it with 1000 numbers."""
-    buffer = made(
-        "prioritised_item",
-        max_length=1000,
-        min_length=1,
-        sample_batch_size=batch_size,
-        add_sequences=True,
-    )
+    sizes = {"max_length": 1000, "min_length": 1, "sample_batch_size": batch_size}
+    buffer = made("prioritised_item", add_sequences=True, **sizes)
     return buffer, lambda rows: buffer.add(buffer.init(np.int32(0)), rows)
 
 
 def test_a_mixer_takes_its_part_of_each_buffer():
     buffer, filled = items_of(100)
     mixer = fbx.make_mixer([buffer] * 3, sample_batch_size=99, proportions=[1, 1, 2])
-    rows = np.arange(3000, dtype=np.int32).reshape(3, 1000)
-    states = [*map(jax.jit(filled), rows)]
-    can_sample = jax.jit(mixer.can_sample)
-    assert can_sample(states)
-    assert not can_sample([*states[:2], jax.jit(buffer.init)(np.int32(0))])
-    batch = np.asarray(jax.jit(mixer.sample)(states, KEY).experience)
+
+    @jax.jit
+    def mixed(rows):
+        states = [*map(filled, rows)]
+        less = [*states[:2], buffer.init(np.int32(0))]
+        shown = mixer.can_sample(states), mixer.can_sample(less)
+        return mixer.sample(states, KEY).experience, shown
+
+    batch, shown = jax.device_get(mixed(np.arange(3000, dtype=np.int32).reshape(3, 1000)))
+    assert shown == (True, False)
     assert np.bincount(batch // 1000).tolist() == [26, 24, 49]
     assert len({*batch.tolist()}) == 99
 
@@ -251,20 +224,26 @@ def test_a_mixers_part_is_drawn_independently_of_the_batch():
     assert np.bincount(rows // 250, minlength=4).min() > 55  # of 100; 5 deviations
 
 
-MORE_KINDS = ["flat", "prioritised_flat", "item", "prioritised_item", "trajectory"]
+ROWS = 1 << 17
+SEQUENCES = {
+    "add_batch_size": 8,
+    "sample_sequence_length": 4,
+    "period": 2,
+    "min_length_time_axis": 4,
+}
+LARGE = {
+    "prioritised_trajectory": SEQUENCES | {"max_size": ROWS},
+    "item": {"add_batches": True, "min_length": 8, "max_length": ROWS},
+}
 
 
-@pytest.mark.parametrize("kind", ["prioritised_trajectory", *MORE_KINDS * ALL])
+# Of what lies beneath, tests/buffers/test_in_place.py has each method.
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", LARGE)
 def test_everything_is_in_place(kind):
-    """In a scan of a training loop, for one buffer and under vmap."""
-    rows, options = 1 << 17, {"sample_batch_size": 8}
-    if "trajectory" in kind:
-        options |= {"add_batch_size": 8, "sample_sequence_length": 4, "period": 2}
-        options |= {"min_length_time_axis": 4, "max_size": rows}
-    else:
-        options |= {"add_batches": True} if "item" in kind else {"add_batch_size": 8}
-        options |= {"min_length": 8, "max_length": rows}
-    buffer, block = made(kind, **options), steps(0, 8, 2) if "trajectory" in kind else step(0, 8)
+    """In a scan of a training loop under vmap."""
+    buffer = made(kind, sample_batch_size=8, **LARGE[kind])
+    block = step(0, 8) if kind == "item" else steps(0, 8, 2)
 
     def turn(state, key):
         state = buffer.add(state, block)
@@ -273,55 +252,20 @@ def test_everything_is_in_place(kind):
             state = buffer.set_priorities(state, batch.indices, np.ones(8, np.float32))
         return state, batch.experience
 
-    train = functools.partial(jax.lax.scan, turn)
+    train = jax.vmap(functools.partial(jax.lax.scan, turn))
     state, keys = jax.eval_shape(buffer.init, EXAMPLE), jax.random.split(KEY, (2, 5))
-    check_in_place(train, (state, keys[0]), num_elements=rows * 3, donated=0)
     states = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((2, *leaf.shape), leaf.dtype), state)
-    check_in_place(jax.vmap(train), (states, keys), num_elements=rows * 3, donated=0)
+    check_in_place(train, (states, keys), num_elements=ROWS * 3, donated=0)
 
 
-def test_purejaxrls_loop():
-    """One env a step, the buffer's functions replaced by jitted ones, all of it under a scan and a
-    vmap over seeds, with a branch until it can learn."""
-    buffer = made("flat", max_length=200, min_length=16, sample_batch_size=16, add_batch_size=4)
-    buffer = buffer.replace(
-        init=jax.jit(buffer.init),
-        add=jax.jit(buffer.add, donate_argnums=0),
-        sample=jax.jit(buffer.sample),
-        can_sample=jax.jit(buffer.can_sample),
-    )
-    block = step(0, 4)
-
-    def iteration(carry, key):
-        state, total = carry
-        state = buffer.add(state, block)
-        learn = lambda: total + buffer.sample(state, key).experience.first["obs"]["x"].mean()
-        return (state, jax.lax.cond(buffer.can_sample(state), learn, lambda: total)), None
-
-    @jax.jit
-    def train(key):
-        carry = buffer.init(EXAMPLE), jnp.float32(0)
-        return jax.lax.scan(iteration, carry, jax.random.split(key, 100))[0][1]
-
-    np.testing.assert_allclose(jax.vmap(train)(jax.random.split(KEY, 3)), 100 - 4)
-
-
+@pytest.mark.thorough  # its methods are compared one by one above
 def test_stoixs_loop():
     """Prioritised sequences of rollouts [envs, time], in a state that is stacked for each update
     batch, with a learner under `pmap` and `vmap`."""
-    buffer = made(
-        "prioritised_trajectory",
-        add_batch_size=4,
-        sample_batch_size=8,
-        sample_sequence_length=6,
-        period=2,
-        min_length_time_axis=6,
-        max_size=512,
-    )
-    rollout = steps(0, 4, 8)
+    buffer = made("prioritised_trajectory", sample_batch_size=8, **SEQUENCES, max_size=512)
 
     def learn(state, key):
-        state = buffer.add(state, rollout)
+        state = buffer.add(state, steps(0, 8, 8))
         batch = buffer.sample(state, key)
         state = buffer.set_priorities(state, batch.indices, jnp.full(8, 2.0))
         return state, batch.experience["obs"]["x"].mean()
@@ -338,7 +282,7 @@ def test_stoixs_loop():
 
     *of_each, experience = shown(stacked)
     assert [leaf.tolist() for leaf in of_each] == [[[8, 8]], [[False] * 2], [[True] * 2]]
-    assert experience["obs"]["x"].shape == (1, 2, 4, 128, 3)
+    assert experience["obs"]["x"].shape == (1, 2, 8, 64, 3)
 
 
 # As Stoix, Mava and purejaxrl name flashbax's types.
@@ -365,6 +309,23 @@ def act(buffer: TrajectoryBuffer, state: BufferState, batch: TransitionSample[Tr
     return ExperiencePair[Transition], Mixer, make_item_buffer
 
 buffer = fbx.make_prioritised_flat_buffer(8, 2, 4, add_batch_size=2)
+buffer = buffer.replace(
+    init=jax.jit(buffer.init),
+    add=jax.jit(buffer.add, donate_argnums=0),
+    sample=jax.jit(buffer.sample),
+    can_sample=jax.jit(buffer.can_sample),
+)
+
+def iteration(carry, key):
+    state, total = carry
+    state = buffer.add(state, Transition(jnp.ones(2)))
+    learn = lambda: total + buffer.sample(state, key).experience.first.obs.mean()
+    return (state, jax.lax.cond(buffer.can_sample(state), learn, lambda: total)), None
+
+@jax.vmap
+def train(seed):
+    carry = buffer.init(Transition(jnp.float32(0))), jnp.float32(0)
+    return jax.lax.scan(iteration, carry, jax.random.split(jax.random.key(seed), 9))[0][1]
 
 @jax.jit
 def run(obs) -> tuple[fbx.prioritised_trajectory_buffer.PrioritisedTrajectoryBufferState, Learner]:
@@ -374,6 +335,7 @@ def run(obs) -> tuple[fbx.prioritised_trajectory_buffer.PrioritisedTrajectoryBuf
     return state, Learner(state, state, buffer.sample(state, jax.random.key(0)).experience)
 
 state, learner = run(jnp.ones(2))
+returns = jax.jit(train)(jnp.arange(3))
 assert isinstance(learner.pair, fbx.flat_buffer.ExperiencePair)
 """
 
@@ -383,6 +345,7 @@ def test_a_program_runs_with_the_module_s_name_changed(monkeypatch):
     names = {"__name__": "program"}
     exec(PROGRAM.replace("flashbax", "jaxreplay.compat.flashbax"), names)
     state = names["state"]
+    assert names["returns"].tolist() == [8] * 3
     count = fbx.utils.get_timestep_count
     told = jax.jit(lambda state: (state.running_index, state.current_index, count(state)))(state)
     assert [*map(int, told)] == [6, 2, 8]
@@ -391,18 +354,14 @@ def test_a_program_runs_with_the_module_s_name_changed(monkeypatch):
 
 
 def test_a_states_experience_can_be_replaced_and_its_counts_cannot():
-    buffer = made("flat", max_length=8, min_length=2, sample_batch_size=8, add_batch_size=2)
-
-    @jax.jit
-    def filled(steps):
-        add = lambda state, one: (buffer.add(state, one), None)
-        return jax.lax.scan(add, buffer.init(EXAMPLE), steps)[0]
+    sizes = {"max_length": 8, "min_length": 2, "sample_batch_size": 8, "add_batch_size": 2}
+    buffer = made("flat", add_sequences=True, **sizes)
+    state = jax.jit(lambda block: buffer.add(buffer.init(EXAMPLE), block))(steps(0, 2, 5))
 
     @jax.jit
     def replaced(state):
         return state.replace(experience=jax.tree.map(lambda leaf: leaf + leaf, state.experience))
 
-    state = filled(jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), steps(0, 2, 5)))
     doubled = jax.device_get(jax.jit(lambda state: replaced(state).experience)(state))
     population = replaced(jax.tree.map(lambda leaf: np.stack([leaf] * 3), jax.device_get(state)))
     on_host = jax.device_get(state).replace(experience=doubled)
@@ -421,13 +380,7 @@ def test_a_bad_call_says_why():
     small = {"max_length": 8, "min_length": 2, "sample_batch_size": 2}
     flat = functools.partial(made, "flat", add_batch_size=2, **small)
     state, good = jax.eval_shape(flat().init, EXAMPLE), step(0)
-    trajectories = functools.partial(
-        fbx.make_trajectory_buffer,
-        sample_batch_size=2,
-        sample_sequence_length=3,
-        min_length_time_axis=3,
-        add_batch_size=2,
-    )
+    long = functools.partial(made, "trajectory", sample_batch_size=2, **SEQUENCES)
 
     def add(step, state=state):
         return jax.eval_shape(flat().add, state, step)
@@ -438,10 +391,12 @@ def test_a_bad_call_says_why():
         "add:.*name: missing": lambda: add({"obs": good["obs"]}),
         "add: the state must be one that init or add": lambda: add(good, state=None),
         "init: the example has no leaves": lambda: flat().init({}),
-        "give one of max_size": lambda: trajectories(period=1, max_size=9, max_length_time_axis=9),
-        "give one of .*max_size": lambda: trajectories(period=1),
-        "3 time steps are needed .* but 2 are kept": lambda: trajectories(period=1, max_size=4),
-        "period must be an int of at least 1, got 0": lambda: trajectories(period=0, max_size=40),
+        "give one of max_size": lambda: long(max_size=99, max_length_time_axis=9),
+        "give one of .*max_size": long,
+        "4 time steps are needed .* but 2 are kept": lambda: long(max_size=16),
+        "period must be an int of at least 1, got 0": lambda: made(
+            "trajectory", sample_batch_size=2, max_size=99, **SEQUENCES | {"period": 0}
+        ),
         "no room for 2 steps of each of 2 envs": lambda: flat(max_length=3),
         r"priority_exponent must be in \[0, 1\], got 2": lambda: made(
             "prioritised_item", priority_exponent=2, **small

@@ -74,14 +74,8 @@ def episodes_of(env):
 
 @pytest.fixture(scope="module")
 def prioritized():
-    replay = jr.prioritized(
-        capacity=NUM_ENVS * LENGTH,
-        num_envs=NUM_ENVS,
-        batch_size=8,
-        autoreset="next_step",
-        alpha=1.0,
-        stratified=False,
-    )
+    sizes = {"capacity": NUM_ENVS * LENGTH, "num_envs": NUM_ENVS, "batch_size": 8}
+    replay = jr.prioritized(**sizes, autoreset="next_step", alpha=1.0, stratified=False)
     buffer, state = jr.jit(replay), filled(replay, STEPS)
     for number in range(5):
         batch = buffer.sample(state, jax.random.key(number))
@@ -100,13 +94,14 @@ def folders(prioritized, tmp_path_factory):
     next((path / "less" / "rows").iterdir()).unlink()
     (path / "file").write_text("")
     rollout = jr.rollout(length=5, num_envs=2, autoreset="next_step")
-    checkpoint.save(path / "rollout", rollout, rollout.init(example_of(ramp_of(1))))
+    checkpoint.save(path / "rollout", rollout, rollout.init(example_of(STEPS)))
     return path
 
 
 def test_the_figures_are_those_that_a_loop_counts(prioritized):
-    found, first = jr.inspect(*prioritized), TIME - LENGTH
-    assert found.streams["rows"] == found.streams["capacity"] == NUM_ENVS * LENGTH
+    found, first, rows = jr.inspect(*prioritized), TIME - LENGTH, NUM_ENVS * LENGTH
+    assert found.streams["rows"] == found.streams["capacity"] == rows
+    # episodes
     episodes = [episodes_of(env) for env in range(NUM_ENVS)]
     whole = [one for own in episodes for one in own if one[0] >= first]
     _, lengths, totals, are_terminated = zip(*whole, strict=True)
@@ -116,20 +111,22 @@ def test_the_figures_are_those_that_a_loop_counts(prioritized):
         assert found.episodes[name]["median"] == np.median(values)
         assert found.episodes[name]["largest"] == max(values)
         assert sum(found.episodes[f"{name}, histogram"]["counts"]) == len(whole)
+    # leaves
     has_action = np.ones(AXES, bool)
     for env, own in enumerate(episodes):
         final = [start + length for start, length, *_ in own if start + length < TIME]
         has_action[final, env] = False
     actions, held = STEPS["action"][first:][has_action[first:]], STEPS["obs"]["a"][first:]
-    assert len(actions) < NUM_ENVS * LENGTH
+    assert len(actions) < rows
     bounds = {"least": held.min(), "largest": held.max(), "mean": held.mean()}
     for leaf, expected in (
         ("action", {"rows read": len(actions), "mean": np.mean(actions)}),
-        ("obs.a", {"rows read": NUM_ENVS * LENGTH, "constant elements": 0, **bounds}),
+        ("obs.a", {"rows read": rows, "constant elements": 0, **bounds}),
         (f"obs.{FLAT}", {"constant elements": 3}),
     ):
         figures = found.leaves[f"steps.{leaf}"]
         assert {name: figures[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+    # the rest
     counters = {"max_priority": 7.0, "num_bad_priorities": 5.0, "num_stale_updates": 0.0}
     assert found.counters == counters
     constant, shared, *others = found.suspicious
@@ -161,18 +158,19 @@ def test_draws_are_described_as_they_fall(prioritized):
 def test_a_checkpoint_says_what_the_state_says(case, tmp_path):
     """Every kind of buffer, partly filled and after it has wrapped."""
     replay = case.replay()
-    checkpointer = Checkpointer(tmp_path, replay, chunk_bytes=2048)
-    state = jr.jit(replay).init(case.example())
+    run, checkpointer = jr.jit(replay), Checkpointer(tmp_path, replay, chunk_bytes=2048)
+    state = run.init(case.example())
     for number in range(3):
         inside = json.loads(jr.inspect(replay, state).to_json())
         checkpointer.save(state, number)
         found = json.loads(checkpoint.inspect(tmp_path, step=number).to_json())
+        drawn = inside.pop("draws"), found.pop("draws")
         if isinstance(replay.sampler, PrioritySampler):
             told = ("rows that can be drawn", "rows that share their probability", "age of a draw")
-            for name in told if found["draws"] else ():
-                assert found["draws"].get(name) == inside["draws"].get(name), name
+            for name in told if drawn[1] else ():
+                assert drawn[1].get(name) == drawn[0].get(name), name
         else:  # files do not say how rows are sampled
-            assert found["draws"] is None
+            assert drawn[1] is None
             lines = inside["suspicious"]
             inside["suspicious"] = [line for line in lines if line != "no row is sampleable"]
         for figures in inside["leaves"].values():
@@ -180,8 +178,7 @@ def test_a_checkpoint_says_what_the_state_says(case, tmp_path):
                 figures["mean"] = pytest.approx(figures["mean"], rel=1e-6, abs=1e-9)
         for name in ("streams", "episodes", "counters", "suspicious", "leaves"):
             assert found[name] == inside[name], name
-        steps = case.step(number, time=11)
-        state = jr.jit(replay).extend(state, steps, *case.mask(replay, number, 11))
+        state = run.extend(state, case.step(number, time=11), *case.mask(replay, number, 11))
 
 
 def test_what_is_odd_is_named(tmp_path):
@@ -217,15 +214,17 @@ def test_what_is_odd_is_named(tmp_path):
 
 def test_what_was_overwritten_is_not_looked_at():
     """With `final_obs`, a final row has no reward of its own: the stored one is another step's."""
-    replay = jr.uniform(capacity=20, batch_size=4, autoreset="same_step")
-    ones, zeros = np.ones((20, 1), np.float32), np.zeros((20, 1), np.float32)
-    state = filled(replay, ramp_of(20, reward=np.nan * ones, final_obs=zeros))
-    again = ramp_of(20, reward=5 * ones, final_obs=zeros, terminated=ones > 0)
+    replay, ones = (
+        jr.uniform(capacity=20, batch_size=4, autoreset="same_step"),
+        np.ones((20, 1), "f"),
+    )
+    state = filled(replay, ramp_of(20, reward=np.nan * ones, final_obs=ones))
+    again = ramp_of(20, reward=5 * ones, final_obs=ones, terminated=ones > 0)
     for _ in range(2):
         state = jr.jit(replay).extend(state, again)
     found = jr.inspect(replay, state)
-    figures = found.leaves["steps.reward"]
     names = ("rows read", "not finite", "least", "mean", "largest", "constant elements")
+    figures = found.leaves["steps.reward"]
     assert [figures[name] for name in names] == [10, 0, 5.0, 5.0, 5.0, 1]
     assert found.suspicious == ["steps.reward is 5 in all of 10 rows"]
     assert found.episodes["whole"] == 10
@@ -253,9 +252,10 @@ def test_numbers_that_are_too_large_for_figures(tmp_path):
         found = jr.inspect(replay, state)
         checkpoint.save(tmp_path, replay, state)
     assert found.suspicious == []
-    assert found.leaves["steps.t"]["largest"] == 2**60 + 1
     for one in (found, checkpoint.inspect(tmp_path)):
-        assert json.loads(one.to_json())["leaves"]["steps.x"]["largest"] == 1.6e308
+        leaves = json.loads(one.to_json())["leaves"]
+        assert leaves["steps.x"]["largest"] == 1.6e308
+        assert leaves["steps.t"]["largest"] == 2**60 + 1
         assert "1.6e+308" in str(one)
 
 
@@ -287,7 +287,9 @@ def test_a_run_that_keeps_one_checkpoint_may_be_looked_at_at_any_moment(prioriti
         thread.join()
 
 
-def test_a_look_reads_each_file_twice_at_most(folders, monkeypatch):
+def test_a_look_reads_each_file_twice_at_most_and_few_bytes_if_it_may(
+    prioritized, folders, monkeypatch
+):
     """Once for all leaves, and once for the rows around resets."""
     counts, read = collections.Counter(), folder.Folder.read
 
@@ -296,124 +298,107 @@ def test_a_look_reads_each_file_twice_at_most(folders, monkeypatch):
         return read(self, name, *given)
 
     monkeypatch.setattr(folder.Folder, "read", noted)
-    checkpoint.inspect(folders / "run")
+    whole, few = (checkpoint.inspect(folders / "run"), {"max_bytes": 19 * 10})
     rows = [count for name, count in counts.items() if name.startswith("rows")]
     assert len(rows) > 3
     assert max(rows) == 2
+    for found in (jr.inspect(*prioritized, **few), checkpoint.inspect(folders / "run", **few)):
+        assert found.leaves["steps.obs.a"]["rows read"] == 10
+        assert found.streams["rows"] == NUM_ENVS * LENGTH
+        assert found.episodes == whole.episodes
 
 
-def test_the_command_runs_as_a_module_and_needs_no_device(tmp_path):
+def test_the_command_runs_as_a_module_and_needs_no_device(folders):
     """A run may occupy all of the accelerator's memory while its checkpoint is inspected."""
-    replay, ones = jr.items(capacity=2, batch_size=2), np.ones((1, 1, 3), jnp.bfloat16)
-    checkpoint.save(tmp_path, replay, filled(replay, ones))
     code = f"""
 import runpy, sys, jax
-sys.argv[1:] = ["inspect", {str(tmp_path)!r}]
+sys.argv[1:] = ["inspect", {str(folders / "run")!r}]
 runpy.run_module("jaxreplay", run_name="__main__", alter_sys=True)
 print(jax._src.xla_bridge._backends)
 """
-    assert output_of(code).endswith("nothing suspicious\n{}")
+    assert output_of(code).endswith("were ignored\n{}")
 
 
-def test_few_bytes_are_read_where_few_are_asked_for(prioritized, folders):
-    replay, state = prioritized
-    for found in (
-        jr.inspect(replay, state, max_bytes=19 * 10),
-        checkpoint.inspect(folders / "run", max_bytes=19 * 10),
-    ):
-        assert found.leaves["steps.obs.a"]["rows read"] == 10
-        assert found.streams["rows"] == NUM_ENVS * LENGTH
-        assert found.episodes == jr.inspect(replay, state).episodes
-
-
-def test_the_state_is_not_held(prioritized):
+def test_the_state_is_not_held():
     """An inspection must not make the next add copy the leaves."""
-    replay = prioritized[0]
-    state = filled(replay, STEPS)
+    replay = jr.items(capacity=8, batch_size=2)
+    state = filled(replay, np.zeros((9, 1)))
     pointers = lambda: [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.rows.steps)]
     found, before = jr.inspect(replay, state), pointers()
-    state = jr.jit(replay).add(state, nth(STEPS, 0))
+    state = jr.jit(replay).add(state, np.zeros(1))
     assert pointers() == before
-    assert found.streams["rows"] == NUM_ENVS * LENGTH
+    assert found.streams["rows"] == 8
 
 
 def test_the_rings_show_each_row_and_the_next_write():
     """Six steps of one env in a ring of 8, the third of which ended an episode."""
     replay = jr.prioritized(capacity=8, batch_size=2, autoreset="next_step", alpha=1.0)
-    ends = np.arange(6)[:, None] == 2
-    state = filled(replay, ramp_of(6, terminated=ends))
+    state = filled(replay, ramp_of(6, terminated=np.arange(6)[:, None] == 2))
     index = jr.types.Index(np.int32([0]), np.uint32([0]))
     state = jr.jit(replay).update_priorities(state, index, np.float32([1e6]))
     kinds = ["often sampled", *["sampleable"] * 2, "final row", "sampleable", "not sampleable"]
-    kinds += ["next write", "not written"]
-    expected = np.float32([[COLORS[kind] for kind in kinds]])
-    picture = jr.inspect(replay, state).rings
-    np.testing.assert_allclose(picture[:, 1:], expected[:, 1:], atol=1e-6)
-    assert (picture[0, 0] < COLORS["sampleable"]).all()
+    expected = [COLORS[kind] for kind in (*kinds, "next write", "not written")]
+    (picture,) = jr.inspect(replay, state).rings
+    np.testing.assert_allclose(picture[1:], expected[1:], atol=1e-6)
+    assert (picture[0] < COLORS["sampleable"]).all()
 
     many = jr.items(capacity=100 * 1024, num_envs=100, batch_size=2)
     picture = jr.inspect(many, filled(many, np.zeros((512, 100)))).rings
     assert picture.shape == (64, 512, 3)
-    np.testing.assert_allclose(picture[:, 256], np.tile(COLORS["next write"], (64, 1)))
-    np.testing.assert_allclose(picture[:, :256], np.full((64, 256, 3), COLORS["sampleable"]))
+    for columns, kind in ((slice(256, 257), "next write"), (slice(256), "sampleable")):
+        shown = picture[:, columns]
+        np.testing.assert_allclose(shown, np.broadcast_to(COLORS[kind], shown.shape))
 
 
 def test_the_page_has_the_text_and_a_plot_of_each_histogram(prioritized, folders, tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="the examples extra is not installed")
-    path, of_state = str(folders / "run"), jr.inspect(*prioritized)
+    path, found = str(folders / "run"), checkpoint.inspect(folders / "run")
     main(["inspect", path, "--plot", str(tmp_path / "page.png")])
     text = capsys.readouterr().out
-    size = sum(
-        file.stat().st_size
-        for kind in ("rows", "rest")
-        for file in (folders / "run" / kind).iterdir()
-    )
+    files = (file for kind in ("rows", "rest") for file in (folders / "run" / kind).iterdir())
+    size = sum(file.stat().st_size for file in files)
     source = f'{path}, step 3, {size:,} bytes, metadata {{"run": "a"}}'
-    assert text == str(of_state).replace("\n", f"\n{source}\n", 1) + "\n"
+    assert text == str(jr.inspect(*prioritized)).replace("\n", f"\n{source}\n", 1) + "\n"
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
-    found = checkpoint.inspect(path)
     page = found.to_figure()
     assert [one.get_text() + "\n" for one in page.texts] == [text]
-    titles = [axes.get_title() for axes in page.axes]
-    assert titles == ["", "lengths", "returns", "log10 of it", "age of a draw"]
-    np.testing.assert_array_equal(page.axes[0].images[0].get_array(), found.rings)
-    bars = page.axes[1].patches[0].get_data()
-    np.testing.assert_array_equal(bars.values, found.episodes["lengths, histogram"]["counts"])
+    rings, lengths, *others = page.axes
+    titles = ["lengths", "returns", "log10 of it", "age of a draw"]
+    assert [axes.get_title() for axes in (lengths, *others)] == titles
+    np.testing.assert_array_equal(rings.images[0].get_array(), found.rings)
+    bars = lengths.patches[0].get_data().values
+    np.testing.assert_array_equal(bars, found.episodes["lengths, histogram"]["counts"])
     main(["inspect", path, "--step", "3", "--json"])
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads(found.to_json())
     assert printed["source"] == source
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ("", "the following arguments are required: path"),
-        ("{path}/nowhere", "there is no checkpoint under .*nowhere"),
-        ("{path}/run --step 9", "there is no checkpoint of step 9 under"),
-        ("{path}/run --step many", "argument --step: invalid int value: 'many'"),
-        ("{path}/broken", "there is no checkpoint under .*; manifests/.* is not as it was written"),
-        ("{path}/less", "rows/.* is missing"),
-        (
-            "{path}/run --member demos",
-            "is a checkpoint of a ReplayBuffer, which has no member 'demos'",
-        ),
-        ("{path}/rollout", "is a checkpoint of a Rollout, which has no rows of a replay"),
-        ("http://", "http"),
-        ("http://127.0.0.1:9/x --timeout 1", "127.0.0.1:9"),
-        ("s3:/x", "is not a URL: it must begin with s3://"),
-        ("{path}/file", "is a file, not the folder of a Checkpointer"),
-        ("{path}/run --plot {path}/no/folder.png", "No such file or directory"),
-    ],
-)
-def test_bad_input_is_answered_in_one_line(arguments, text, folders, capsys):
+BAD = {
+    "": "the following arguments are required: path",
+    "{path}/nowhere": "there is no checkpoint under .*nowhere",
+    "{path}/run --step 9": "there is no checkpoint of step 9 under",
+    "{path}/run --step many": "argument --step: invalid int value: 'many'",
+    "{path}/broken": "no checkpoint under .*; manifests/.* is not as it was written",
+    "{path}/less": "rows/.* is missing",
+    "{path}/run --member demos": "is a checkpoint of a ReplayBuffer, which has no member 'demos'",
+    "{path}/rollout": "is a checkpoint of a Rollout, which has no rows of a replay",
+    "http://": "http",
+    "http://127.0.0.1:9/x --timeout 1": "127.0.0.1:9",
+    "s3:/x": "is not a URL: it must begin with s3://",
+    "{path}/file": "is a file, not the folder of a Checkpointer",
+    "{path}/run --plot {path}/no/folder.png": "No such file or directory",
+}
+
+
+@pytest.mark.parametrize("arguments", BAD)
+def test_bad_input_is_answered_in_one_line(arguments, folders, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["inspect", *arguments.format(path=folders).split()])
     assert caught.value.code == 2
     out, error = capsys.readouterr()
-    assert out == ""
-    assert error.count("\n") == 1
-    assert re.search(text, error), error
+    assert (out, error.count("\n")) == ("", 1)
+    assert re.search(BAD[arguments], error), error
 
 
 def test_a_replay_is_inspected_as_its_state():
