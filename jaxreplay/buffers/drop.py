@@ -35,12 +35,12 @@ def dropped(buffer: Any, state: ReplayState, mask: Any) -> ReplayState:
     has_ended = row_flags.owes_final_row(last_flags) & (layout.autoreset == "next_step")
     has_ended |= layout.closes_episode(last_flags)
     state, _ = newest_row.close(state, mask & has_ended)
-    # The newest rows from the episode's first one on, or all of a ring.
+    # The newest rows from the episode's first one on, or all of a ring. Flags of rows that were not
+    # written yet mean nothing.
     counters, (env, _) = state.counters, layout.split(row)
     age = jnp.where(state.has(row, row_flags.FIRST), state.age(row), layout.length)
     age_of_first = age.reshape(layout.num_envs, layout.length).min(axis=1)
     is_dropped = at(mask & ~has_ended, env) & (state.age(row) <= at(age_of_first, env))
-    is_dropped &= state.is_written(row)
     flags = jnp.where(is_dropped, jnp.uint8(row_flags.NO_STEP), state.rows.flags)
     last_flags = jnp.where(mask & ~has_ended, jnp.uint8(row_flags.NO_STEP), counters.last_flags)
     # Candidate numbers are larger than all before, so that none has two meanings.
