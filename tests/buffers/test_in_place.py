@@ -1,5 +1,6 @@
 """No call costs O(capacity): a table of buffers and their calls, in a scan for a population."""
 
+import dataclasses
 import functools
 
 import jax
@@ -152,6 +153,15 @@ def test_clear_and_drop_never_touch_the_stored_steps(case):
     largest = max(leaf.size for leaf in jax.tree.leaves(state.rows.steps))
     assert largest >= 2 * CAPACITY
     assert not large_temporaries(text, largest)
+
+
+@each(FEW)
+def test_adopt_takes_little_memory_for_each_row(case):
+    """Beside arguments and results."""
+    old, state = case.shapes(CAPACITY)
+    new = dataclasses.replace(old, allow_mask=True, track_episodes=not case.is_items)
+    memory = compiled(new.adopt, state).memory_analysis()
+    assert memory.temp_size_in_bytes < 64 * CAPACITY
 
 
 def test_the_judge_sees_a_copy():

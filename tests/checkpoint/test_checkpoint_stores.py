@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 import types
+import urllib.request
 
 import pytest
 import tensorstore
@@ -26,7 +27,7 @@ from tests.checkpoint.runs import (
     quiet,
     state_of,
 )
-from tests.conftest import ALL
+from tests.conftest import ALL, SOAK
 from tests.support.refusals import check_refused, refused
 
 # Names of paths.
@@ -303,3 +304,29 @@ def test_over_a_bad_line_what_is_saved_is_intact():
     check_intact(checkpointer.verify())
     assert min(outcomes.count("saved"), outcomes.count("restored")) > 3
     assert line.num_bad > 5
+
+
+@pytest.mark.skipif(not SOAK, reason="needs moto: runs in make soak")
+def test_a_run_is_saved_to_a_server_and_restored(monkeypatch):
+    """An S3 server on this machine."""
+    moto = pytest.importorskip("moto.server")
+    give_credentials(monkeypatch)
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        port = server.get_host_and_port()[1]
+        bucket = urllib.request.Request(f"http://127.0.0.1:{port}/bucket", method="PUT")
+        urllib.request.urlopen(bucket).close()
+        place = spec_at(port, "plain")
+        checkpointer = Checkpointer(place, BUFFER, chunk_bytes=4000, max_to_keep=2)
+        for end in range(10, 101, 10):
+            checkpointer.save(state := state_of(end), end)
+            with refused("has a newer checkpoint, by this process", PathInUseError):
+                Checkpointer(place, BUFFER).save(state)
+            check(checkpoint.restore(place, BUFFER, EXAMPLE), end)
+        assert checkpointer.all_steps() == [90, 100]
+        assert [found.problems for found in checkpoint.verify(place)] == [[], []]
+        checkpoint.save(place, BUFFER, state, step=101)
+        assert Checkpointer(place, BUFFER).all_steps() == [101]
+    finally:
+        server.stop()
