@@ -217,7 +217,7 @@ MUTATIONS = (
         "buffers/drop.py",
         "end = counters.num_candidates + jnp.uint32(layout.length)",
         "end = counters.num_candidates",
-        ORACLE,
+        "samplers/test_without_replacement.py",
     ),
     (
         "an item has the probability of the sampler that gave it alone",

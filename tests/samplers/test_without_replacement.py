@@ -8,7 +8,7 @@ from scipy import stats
 
 from jaxreplay.samplers.without_replacement import WithoutReplacement
 from tests.conftest import ALL
-from tests.support.sampling import fed, make_buffer, pop, rewards
+from tests.support.sampling import add, fed, make_buffer, pop, rewards, step_of
 
 
 def test_each_pass_has_every_row_once_in_an_order_of_its_own_and_new_rows_wait_for_the_next():
@@ -46,6 +46,19 @@ def test_a_pass_that_lost_almost_all_its_rows_gives_way_to_a_new_one():
     for seed, times in enumerate((range(12), range(12, 22))):
         state, _ = pop(buffer, fed(buffer, state, times), jax.random.key(seed), 1)
     assert (int(state.sampler.position), np.asarray(state.sampler.num_rows).sum()) == (1, 11)
+
+
+def test_a_drop_begins_a_new_pass():
+    """Of an episode of 3 steps, and of 4 steps that are given up; a pass is at its third row."""
+    buffer, state = make_buffer(WithoutReplacement(), length=16)
+    drop = jax.jit(buffer.drop)
+    for time in range(7):
+        step = step_of([float(time)]).replace(terminated=np.array([time == 2]))
+        state = add(buffer, state, step)
+    for seed in range(4):
+        begun, _ = pop(buffer, state, jax.random.key(seed), 2)
+        _, batch = pop(buffer, drop(begun, np.ones(1, bool)), jax.random.key(9 + seed), 4)
+        assert sorted(rewards(batch)) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("batch_size", [1, 4] if ALL else [1])
