@@ -25,7 +25,6 @@ from tests.conftest import ALL, SOAK
 from tests.support.compilations import count_programs
 from tests.support.hlo import check_in_place
 from tests.support.refusals import refused
-from tests.support.sampling import assert_same
 from tests.support.sb3_streams import (
     ACTIONS,
     BOX,
@@ -39,7 +38,6 @@ from tests.support.sb3_streams import (
     numbered,
     pair,
     params_of,
-    sampled,
     stream,
 )
 from tests.support.steps import nth
@@ -286,41 +284,6 @@ def test_whole_runs_are_the_same(algorithm, env_id, n_steps):
     assert len(losses) == updates
     assert losses[-1]
     assert torch.equal(params, other_params)
-
-
-@pytest.mark.thorough  # without priorities, theirs are such a buffer
-@pytest.mark.parametrize(
-    ("kind", "n_envs"),
-    [
-        ("PrioritizedReplayBuffer", 3),
-        ("NStepReplayBuffer", 1),
-        ("DictReplayBuffer", 3),
-        ("ReplayBuffer", 1),
-    ],
-)
-def test_steps_that_wait_and_are_saved_are_as_if_added_at_once(kind, n_envs):
-    space = DICT if kind == "DictReplayBuffer" else VECTOR
-    options = {"n_envs": n_envs} | ({"gamma": 0.99} if kind == "NStepReplayBuffer" else {})
-    waits, at_once = (getattr(sb3, kind)(30 * n_envs, space, BOX, **options) for _ in range(2))
-    for number, step in enumerate(stream(space, BOX, n_envs, 120)):
-        added_to([waits, at_once], [step])
-        at_once._flush()
-        if number % 3 == 0:  # a look between adds
-            assert waits.size() == at_once.size()
-        assert len(waits._record) <= 64
-        if number == 84:
-            assert len(waits._record)
-            waits = pickle.loads(pickle.dumps(waits))
-        if number < 69 or number % 10 != 9:
-            continue
-        batches = []
-        for buffer in (waits, at_once):
-            batches.append(sampled(buffer, 8, number))
-            if kind == "PrioritizedReplayBuffer":
-                buffer.update_priorities(batches[-1].indices, batches[-1].rewards.abs())
-        assert_same(*batches)
-        assert waits.size() == at_once.size()
-    assert_same(*(jax.tree.leaves(buffer._state) for buffer in (waits, at_once)))
 
 
 def test_reset_extend_and_the_empty_buffer():

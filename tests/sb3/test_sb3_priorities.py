@@ -10,10 +10,8 @@ import torch
 from stable_baselines3 import DQN
 
 from jaxreplay import sb3
-from jaxreplay.stateful import owner
-from tests.support.hlo import check_in_place
 from tests.support.refusals import refused
-from tests.support.sb3_streams import BOX, NUMBER, VECTOR, added_to, numbered, params_of
+from tests.support.sb3_streams import BOX, NUMBER, added_to, numbered, params_of
 
 OPTIONS = {
     "learning_starts": 10,
@@ -150,15 +148,3 @@ def test_one_step_has_the_gamma_of_the_model():
         model = DQN("MlpPolicy", "CartPole-v1", gamma=0.5, **OPTIONS, **options)
         found.append(params_of(model.learn(20)))
     assert torch.equal(*found)
-
-
-@pytest.mark.thorough  # as the methods of our buffers are
-def test_a_draw_is_in_place():
-    ours = sb3.PrioritizedReplayBuffer(1 << 16, VECTOR, BOX, n_steps=3, gamma=0.99)
-    draw = (np.uint32(0), np.uint32(0))
-    sample = owner._sample[0].__wrapped__
-    check_in_place(
-        lambda state: sample(ours._replay, state, draw, {"beta": 0.4}, 8),
-        (ours._state,),
-        num_elements=1 << 16,
-    )

@@ -66,7 +66,8 @@ KINDS = (
     *["add"] * 8,
     *["env"] * 6,
     *["envs"] * 4,
-    *["block", "sample", "update", "write"] * 2,
+    *["block"] * 4,
+    *["sample", "update", "write"] * 2,
     *["look", "look", "clear", "drop", "end", "reload"],
 )
 BUFFERS = {
@@ -103,7 +104,8 @@ class Both:
         return found
 
     def add(self, kind):
-        r, num_envs, has_options = self.r, self.buffer.num_envs, self.r.random() < 0.5
+        r, num_envs, form = self.r, self.buffer.num_envs, self.r.choice([*FORMS])
+        has_options = form == "jax" or r.random() < 0.5  # each form of a JAX array is a program
         length = BLOCK if kind == "block" else int(r.integers(1, 3)) if kind == "envs" else 1
         steps, axes = self.steps(length), (length, num_envs)
         mask, priority, options = np.ones(axes, bool), None, {}
@@ -123,7 +125,6 @@ class Both:
             if r.random() < 0.1:  # the largest so far takes its place
                 priority[:] = r.choice([np.nan, -1, np.inf])
             options["priority"] = priority[at].copy()
-        form = r.choice([*FORMS])
         given = FORMS[form](jax.tree.map(lambda leaf: np.copy(leaf[at]), steps))
         if form == "as it is" and r.random() < 0.5:
             self.replay.add(**given, **options)
