@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
-from tests.support.buffers import CATALOG, each
+from tests.conftest import ALL
+from tests.support.buffers import CATALOG, KINDS, each
 from tests.support.refusals import refused
 
 pytestmark = pytest.mark.no_xla
@@ -24,7 +25,7 @@ def num_bytes(tree):
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-@each(CATALOG)
+@each(CATALOG if ALL else KINDS)
 def test_the_total_is_what_init_allocates(case):
     buffer = case.replay()
     made, state = jr.plan(buffer, case.example()), jax.eval_shape(buffer.init, case.example())
