@@ -110,7 +110,7 @@ def test_actors_of_several_processes_fill_one_buffer():
 
 def test_an_error_in_one_process_is_raised_in_all(tmp_path):
     pytest.importorskip("jaxreplay.checkpoint", reason="an extra is not installed")
-    finished(started("errors.py", 2, 4, [tmp_path] * 2, [3 if ALL else 2] * 2))
+    finished(started("errors.py", 2, 4, [tmp_path] * 2, [3 if ALL else 1] * 2))
 
 
 def test_a_kill_of_any_process_leaves_the_checkpoint_before(tmp_path):
