@@ -365,7 +365,7 @@ def test_a_number_is_held_as_it_is_or_refused():
         (
             "reward",
             np.float32,
-            (2**24, 2**24 + 2, -(2**24), 2**31 - 128),
+            (2**24, 2**24 + 2, -(2**24), 2**31 - 128, np.uint16(2**16 - 1)),
             (2**24 + 1, -(2**24) - 1, 2**31 - 1, np.uint32(2**32 - 1)),
         ),
     ):
@@ -377,6 +377,9 @@ def test_a_number_is_held_as_it_is_or_refused():
                 f"add: {name}: {number} cannot be stored as {np.dtype(dtype)}, as the first step"
             ):
                 replay.add(EXAMPLE | {name: number})
+    for number in (np.int64(2**63 - 1), np.uint64(2**64 - 1)):
+        with refused(f"add: reward: {number} cannot be stored as u?int32, which is what JAX has"):
+            make(num_envs=1, example=EXAMPLE).add(EXAMPLE | {"reward": number})
     with refused("add: reward: 16777217 cannot be stored as float32"):
         # also as the first reward, from which the leaf gets its dtype float32
         make(num_envs=1).add(EXAMPLE | {"reward": 16777217})
