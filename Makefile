@@ -35,9 +35,9 @@ $(VENV)/soak: $(VENV)/installed
 	$(PIP) install -c constraints.txt "moto[s3]" flask flask-cors
 	touch $@
 
-# Of TorchRL the memory map alone is measured, which runs with a newer tensordict than it asks for.
+# Of TorchRL the memory map and actors are measured, which run with a newer tensordict than it asks for.
 $(VENV)/bench: $(VENV)/installed
-	$(PIP) install -c constraints.txt flashbax "moto[s3]" flask flask-cors
+	$(PIP) install -c constraints.txt flashbax tensordict "moto[s3]" flask flask-cors
 	$(PIP) install --no-deps torchrl==0.13.3
 	touch $@
 

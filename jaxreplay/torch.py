@@ -5,10 +5,7 @@ JAX arrays are immutable, and JAX may read an input after the call has returned.
 mutable. So `to_torch` shares memory, and its tensors must not be written to; `from_torch` copies.
 """
 
-import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -22,7 +19,6 @@ from jaxreplay.buffers.rollout import RolloutState
 from jaxreplay.samplers.sum_tree import SumTreeState
 from jaxreplay.storage.state import ReplayState
 from jaxreplay.storage.stored_arrays import num_bits
-from jaxreplay.types import Sample, Transition
 
 try:
     import torch
@@ -108,154 +104,6 @@ def from_torch(tree: PyTree, cast: bool = False) -> Any:
         for array in arrays
     ]
     return jax.tree.unflatten(structure, jax.device_put(arrays, devices))
-
-
-class ReplayDataset(torch.utils.data.IterableDataset):
-    """Iterate over batches of a `Replay`, in a `DataLoader` or a `for` loop.
-
-    Batches are sampled in the process that holds the replay: pass `batch_size=None, num_workers=0`
-    to the loader. To sample in advance, make the `Replay` with `prefetch=n`.
-
-    Args:
-      replay: A `jaxreplay.Replay` with `framework="torch"`.
-      num_batches: Number of batches in one pass. Default: endless.
-      transform: Function of a batch, such as `to_tensordict`; for TensorDicts pass
-        `collate_fn=lambda batch: batch` to the loader. Default: batches as they are.
-
-    Example:
-      >>> import numpy as np, torch, jaxreplay as jr
-      >>> from jaxreplay.torch import ReplayDataset
-      >>> replay = jr.Replay(jr.items(capacity=10, num_envs=2, batch_size=4), framework="torch")
-      >>> replay.add({"x": np.ones((2, 3))})
-      >>> loader = torch.utils.data.DataLoader(
-      ...     ReplayDataset(replay, num_batches=3), batch_size=None
-      ... )
-      >>> [tuple(batch.experience["x"].shape) for batch in loader]
-      [(4, 3), (4, 3), (4, 3)]
-    """
-
-    def __init__(
-        self,
-        replay: Any,
-        num_batches: int | None = None,
-        transform: Callable[[Any], Any] | None = None,
-    ):
-        if getattr(replay, "framework", None) != "torch":
-            raise ValueError(
-                f'ReplayDataset: takes a jaxreplay.Replay with framework="torch", got {replay!r}'
-            )
-        self.replay, self.num_batches, self.transform = replay, num_batches, transform
-
-    def __iter__(self) -> Iterator[Any]:
-        if torch.utils.data.get_worker_info() is not None:
-            raise RuntimeError(
-                "ReplayDataset: a DataLoader's worker processes cannot access the replay; use "
-                "DataLoader(num_workers=0) and Replay(prefetch=n)"
-            )
-        for _ in itertools.count() if self.num_batches is None else range(self.num_batches):
-            batch = self.replay.sample()
-            yield batch if self.transform is None else self.transform(batch)
-
-
-def to_tensordict(batch: Sample) -> Any:
-    """Convert a batch to a `tensordict.TensorDict` that shares its memory.
-
-    Transitions get the keys that TorchRL's losses read.
-
-    Args:
-      batch: A `Sample` of arrays or tensors, B items.
-
-    Returns:
-      TensorDict of batch size [B]. All batches have `index` (with `row` and `lap`, for
-      `Replay.update_priorities`), `probability` and `is_valid`. Transitions have `observation`, or
-      the observation's own keys; `action`; `steps_to_next_obs` [B, 1]; `extras`, if any; and
-      `next`, with the next observation, `reward`, `terminated` and `done` [B, 1]. Other items have
-      their fields.
-
-    Raises:
-      ImportError: tensordict is not installed.
-      ValueError: The name of an observation's key, or of an item's field, is one of the keys above.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, jaxreplay as jr
-      >>> from jaxreplay.torch import to_tensordict
-      >>> buffer = jr.uniform(
-      ...     capacity=8, num_envs=1, batch_size=2, autoreset="same_step_no_final_obs"
-      ... )
-      >>> zeros = jnp.zeros(1)
-      >>> step = jr.Step(
-      ...     obs=zeros, action=zeros, reward=zeros, terminated=zeros == 0, truncated=zeros > 0
-      ... )
-      >>> state = buffer.add(buffer.init(jax.tree.map(lambda x: x[0], step)), step)
-      >>> to_tensordict(buffer.sample(state, jax.random.key(0)))["next", "terminated"].tolist()
-      [[True], [True]]
-    """
-    try:
-        from tensordict import TensorDict
-    except ImportError as error:
-        raise ImportError(
-            "to_tensordict needs tensordict: pip install 'jaxreplay[tensordict]'"
-        ) from error
-    batch = jax.tree.map(
-        lambda leaf: leaf if isinstance(leaf, torch.Tensor) else to_torch(jnp.asarray(leaf)), batch
-    )
-    fields = (
-        _columns(batch.experience)
-        if isinstance(batch.experience, Transition)
-        else _by_name(batch.experience)
-    )
-    own = {
-        "index": _by_name(batch.index),
-        "probability": batch.probability,
-        "is_valid": batch.is_valid,
-    }
-    return TensorDict(_joined(fields, own), batch_size=tuple(batch.is_valid.shape))
-
-
-def _columns(item: Transition) -> dict[str, Any]:
-    """Return a transition's fields by TorchRL's names. A discount of 0 marks a termination."""
-    of_env = lambda leaf: leaf[:, None] if leaf.ndim == 1 else leaf
-    terminated = of_env(item.discount == 0)
-    reward = jax.tree.map(of_env, item.reward)
-    own = {
-        "action": _by_name(item.action),
-        "next": _joined(
-            _observation(item.next_obs),
-            {"reward": _by_name(reward), "terminated": terminated, "done": terminated},
-        ),
-        "steps_to_next_obs": item.num_steps[:, None],
-        **({} if item.alive is None else {"alive": item.alive}),
-        **({} if item.extras is None else {"extras": _by_name(item.extras)}),
-    }
-    return _joined(_observation(item.obs), own)
-
-
-def _joined(given: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    if both := sorted(given.keys() & own.keys()):
-        raise ValueError(
-            f"to_tensordict: {', '.join(both)}: reserved for the TensorDict's own entries; rename "
-            "these keys"
-        )
-    return given | own
-
-
-def _observation(obs: PyTree) -> dict[str, Any]:
-    named = _by_name(obs)
-    return named if isinstance(named, dict) else {"observation": named}
-
-
-def _by_name(tree: PyTree) -> Any:
-    """Convert a tree of dataclasses, mappings and sequences to nested dicts of tensors, without
-    the entries that are None."""
-    if isinstance(tree, torch.Tensor):
-        return tree
-    if dataclasses.is_dataclass(tree):
-        pairs = [(field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree)]
-    elif isinstance(tree, Mapping):
-        pairs = [(str(key), value) for key, value in tree.items()]
-    else:
-        pairs = [(str(place), value) for place, value in enumerate(tree)]
-    return {name: _by_name(value) for name, value in pairs if value is not None}
 
 
 def _tensor_of(array: jax.Array) -> torch.Tensor:

@@ -3,7 +3,6 @@ number is narrowed silently."""
 
 import copy
 import os
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +10,10 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
-from tests.support.replays import make, output_of, step
+from tests.support.replays import output_of
 
 torch = pytest.importorskip("torch", reason="the torch extra is not installed")
-from jaxreplay.torch import ReplayDataset, from_torch, to_tensordict, to_torch  # noqa: E402
+from jaxreplay.torch import from_torch, to_torch  # noqa: E402
 
 FLOATS = "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
 BOTH_KNOW = f"bool uint8 uint16 uint32 int8 int16 int32 complex64 float32 float16 bfloat16 {FLOATS}"
@@ -170,6 +169,11 @@ def test_what_has_no_tensor_is_named_with_the_way_out():
         from_torch(torch.eye(3).to_sparse())
 
 
+def test_a_replay_is_not_copied():
+    with pytest.raises(TypeError, match=r"a Replay cannot be copied, pickled.*replay.save"):
+        copy.deepcopy(jr.Replay(jr.items(capacity=8, batch_size=2)))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU that JAX and torch share")
 def test_the_streams_of_a_card_wait_for_each_other():
@@ -178,102 +182,3 @@ def test_the_streams_of_a_card_wait_for_each_other():
         result = to_torch(big @ big)  # still being computed when it is passed on
         assert float(result.min()) == 4096
         assert float(from_torch(result * 2).max()) == 8192
-
-
-# Batches for training loops.
-
-
-def replay_of(framework="torch"):
-    """Return a replay with some steps, and ends of the task at some of them."""
-    replay = make(2, 64, 6, sampler=jr.Prioritized(), n_step=2, framework=framework)
-    for t in range(12):
-        now = step(t, (2,))
-        ends = {"terminated": now["truncated"], "truncated": now["terminated"]}
-        replay.add(now | ends | {"extras": {"count": now["action"]}})
-    return replay
-
-
-def test_a_loader_hands_on_what_the_replay_draws(monkeypatch):
-    expected, replay = replay_of(), replay_of()
-    loader = torch.utils.data.DataLoader(ReplayDataset(replay, num_batches=3), batch_size=None)
-    for _ in range(2):  # passes
-        batches = list(loader)
-        assert len(batches) == 3
-        for batch in batches:
-            pairs = zip(jax.tree.leaves(batch), jax.tree.leaves(expected.sample()), strict=True)
-            assert all(torch.equal(x, y) for x, y in pairs)
-    endless = iter(ReplayDataset(replay, transform=lambda batch: batch.experience.reward))
-    assert [next(endless).shape for _ in range(20)] == [(6,)] * 20
-    for other in (jr.Replay(replay.buffer, framework="numpy"), replay.buffer):
-        with pytest.raises(ValueError, match=r'takes a jaxreplay.Replay with framework="torch"'):
-            ReplayDataset(other)
-    with pytest.raises(TypeError, match=r"a Replay cannot be copied, pickled.*replay.save"):
-        copy.deepcopy(replay)
-    # as in a worker process
-    monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: object())
-    message = r"use DataLoader\(num_workers=0\) and Replay\(prefetch=n\)"
-    with pytest.raises(RuntimeError, match=message):
-        next(iter(ReplayDataset(replay)))
-
-
-@pytest.mark.parametrize("framework", ["torch", "jax", "numpy"])
-def test_a_tensordict_has_the_keys_of_torchrl(framework):
-    tensordict = pytest.importorskip("tensordict", reason="the tensordict extra is not installed")
-    replay = replay_of(framework)
-    batch = replay.sample()
-    got, items = to_tensordict(batch), batch.experience
-    if framework != "torch":
-        items = to_torch(jax.tree.map(jnp.asarray, items))
-    assert got.batch_size == (6,)
-    assert set(got.keys()) == {
-        *("x", "n", "action", "next", "steps_to_next_obs", "extras"),
-        *("index", "probability", "is_valid"),
-    }
-    done = items.discount[:, None] == 0
-    assert done.any()
-    for key, expected in {
-        "n": items.obs["n"],
-        ("next", "x"): items.next_obs["x"],
-        ("next", "reward"): items.reward[:, None],
-        ("next", "terminated"): done,
-        ("next", "done"): done,
-        "steps_to_next_obs": items.num_steps[:, None],
-        ("extras", "count"): items.extras["count"],
-    }.items():
-        assert torch.equal(got[key], expected), key
-    assert framework == "numpy" or got["x"].data_ptr() == items.obs["x"].data_ptr()
-    assert got[:2]["next", "x"].shape == (2, 2)
-    replay.update_priorities(got["index"], got["probability"] + 1)
-    assert int(replay._owner.state.sampler.num_stale_updates) == 0
-    if framework == "torch":
-        data = ReplayDataset(replay, num_batches=2, transform=to_tensordict)
-        loader = torch.utils.data.DataLoader(data, batch_size=None, collate_fn=lambda batch: batch)
-        found = [(type(batch), batch.batch_size) for batch in loader]
-        assert found == [(tensordict.TensorDict, (6,))] * 2
-
-
-def test_a_tensordict_of_other_items():
-    pytest.importorskip("tensordict", reason="the tensordict extra is not installed")
-    replay = jr.Replay(jr.items(capacity=8, num_envs=2, batch_size=3), framework="torch")
-    replay.add({"pair": (np.zeros((2, 4)), np.ones(2)), "flag": np.ones(2, bool)})
-    got = to_tensordict(replay.sample())
-    assert got["pair", "0"].shape == (3, 4)
-    assert got["pair", "1"].tolist() == [1, 1, 1]
-    assert got["flag"].dtype == torch.bool
-    batch = replay_of().sample()
-    of_obs = lambda obs: batch.replace(experience=batch.experience.replace(obs=obs, next_obs=obs))
-    fine = batch.experience.obs["x"]
-    assert torch.equal(to_tensordict(of_obs(fine))["next", "observation"], fine)
-    # names that the batch has of its own are refused
-    for name in ("action", "index", "next", "is_valid", "reward", "done"):
-        message = f"to_tensordict: {name}: reserved for the TensorDict's own"
-        with pytest.raises(ValueError, match=message):
-            to_tensordict(of_obs({"fine": fine, name: fine}))
-    with pytest.raises(ValueError, match="to_tensordict: probability"):
-        to_tensordict(batch.replace(experience={"probability": fine}))
-
-
-def test_without_tensordict_the_error_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensordict", None)
-    with pytest.raises(ImportError, match=r"pip install 'jaxreplay\[tensordict\]'"):
-        to_tensordict(None)

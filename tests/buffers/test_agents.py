@@ -9,7 +9,7 @@ import jaxreplay as jr
 from tests.support.histories import flags_of
 from tests.support.oracle import Oracle
 from tests.support.refusals import refused
-from tests.support.steps import begun, nth, plain_step, stacked
+from tests.support.steps import nth, plain_step, stacked
 
 A, E = 3, 2
 FORMS = jr.autoreset.FORMS
@@ -128,16 +128,3 @@ def test_states_of_other_numbers_of_agents_are_refused():
         extras = {"d": step.reward}
         own = jr.uniform(**sizes, num_agents=A, discount_key="d")
         jax.eval_shape(lambda: own.init(step.replace(extras=extras)))
-
-
-def test_tensordicts_say_who_acted():
-    pytest.importorskip("tensordict", reason="the tensordict extra is not installed")
-    from jaxreplay.torch import to_tensordict
-
-    form = "same_step_no_final_obs"
-    sizes = {"capacity": E * 16, "num_envs": E, "batch_size": 4}
-    buffer = jr.uniform(**sizes, autoreset=form, num_agents=A)
-    sample = jax.jit(lambda steps: buffer.sample(begun(buffer, steps), jax.random.key(0)))
-    found = to_tensordict(sample(steps_of(form, 10)[0]))
-    assert found["alive"].shape == found["next", "terminated"].shape == (4, A)
-    assert found["next", "reward"].shape == (4, A)
