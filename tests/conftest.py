@@ -30,7 +30,6 @@ import pytest  # noqa: E402
 from jaxreplay.buffers.jitted import options_here  # noqa: E402
 from jaxreplay.storage import platforms  # noqa: E402
 
-# In a checkpoint: the folder of an array of the counters, and the only chunk there.
 # These two set the compilers' environment before JAX is imported.
 collect_ignore = ["aot/devices.py", "aot/programs.py"]
 jax.config.update("jax_disable_most_optimizations", IS_QUICK)
