@@ -59,7 +59,7 @@ if PLATFORM:  # states are laid out for PLATFORM, on whatever device the tests r
 
 # Of a process, before JAX's caches are cleared: each program takes memory, and some mappings, of
 # which Linux allows 65,530. The limits hold at the end of a group of tests, and of a test.
-_MOST_MEMORY, _MOST_MAPPINGS = (2**30, 2 * 2**30), 30_000
+_MOST_MEMORY, _MOST_MAPPINGS = (3 * 2**29, 5 * 2**29), 30_000
 _EVERY, _num_tests = 8, itertools.count()
 # Tracing makes many objects of which few die: collecting garbage took a tenth of the time.
 gc.set_threshold(200_000, 20, 50)
@@ -72,7 +72,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    counter = costs.Costs(config.getoption("budget"))
+    has_workers = bool(config.getoption("numprocesses", 0))
+    counter = costs.Costs(config.getoption("budget"), has_workers)
     counter.listen()
     config.pluginmanager.register(counter, "costs")
     if not hasattr(config, "workerinput"):

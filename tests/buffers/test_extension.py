@@ -1,5 +1,6 @@
 """A sampler and a view from outside the library pass the tests that every buffer passes."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -13,7 +14,7 @@ from jaxreplay._util.struct import Node
 from jaxreplay.samplers import Draw, PrioritySampler
 from jaxreplay.samplers.sum_tree import SumTree, SumTreeState
 from tests.buffers import test_contract, test_in_place
-from tests.checkpoint import test_checkpoint, test_resize
+from tests.checkpoint import test_changed_buffer, test_checkpoint
 from tests.conftest import ALL
 from tests.samplers import test_laws
 from tests.support.buffers import Case, everything, jitted
@@ -164,9 +165,15 @@ def test_it_holds_outside_of_the_library(check):
     check(CASE)
 
 
+def a_larger_buffer_restores_what_it_adopts(case, path):
+    old = case.replay()
+    new = dataclasses.replace(old, capacity=2 * old.capacity)
+    test_changed_buffer.check_adopts(path, old, new, case.filled(old), case.example())
+
+
 SAVES = (
     test_checkpoint.test_a_restored_state_goes_on_to_the_last_bit,
-    test_resize.test_a_larger_buffer_has_every_row_and_keeps_more,
+    a_larger_buffer_restores_what_it_adopts,
 )
 
 

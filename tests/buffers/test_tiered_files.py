@@ -433,12 +433,6 @@ def test_a_full_disk_is_an_error_of_init(tmp_path, monkeypatch):
         assert path.stat().st_blocks * 512 >= path.stat().st_size
 
 
-def test_a_folder_on_another_machine_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(file_rows, "_REMOTE", file_rows.re.compile(""))
-    with refused("rows in files need a disk of this machine", OSError):
-        opened(tmp_path)
-
-
 def test_a_checkpoint_of_the_index_has_the_rows_that_were_not_overwritten_since(tmp_path):
     tier, state = opened(tmp_path / "rows")
     state = tier.extend(state, steps(range(60)))

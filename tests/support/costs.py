@@ -20,9 +20,10 @@ LARGE = 25 * 2**10  # in the cache; half of the time of compiling is that of suc
 _SHOWN = 12  # files
 
 
-def _seconds() -> float:
-    """Return the CPU seconds of this process and of its children that ended."""
-    return sum(os.times()[:4])
+def _seconds(has_workers: bool) -> float:
+    """Return the CPU seconds of this process and of its children that ended, but for workers, which
+    say their own."""
+    return sum(os.times()[: 2 if has_workers else 4])
 
 
 def _memory() -> int:
@@ -58,10 +59,12 @@ class Costs:
 
     Args:
       has_budget: Whether a run that costs more than the most fails.
+      has_workers: Whether the tests run in other processes.
     """
 
-    def __init__(self, has_budget: bool) -> None:
-        self.has_budget, self.began, self.last = has_budget, time.time(), _seconds()
+    def __init__(self, has_budget: bool, has_workers: bool) -> None:
+        self.has_budget, self.has_workers, self.began = has_budget, has_workers, time.time()
+        self.last = _seconds(has_workers)
         self.names: list[str] = []  # of this process's programs
         self.file = "collection"
         self.programs: collections.Counter[str] = collections.Counter()
@@ -92,7 +95,7 @@ class Costs:
 
     def note(self) -> None:
         """Count what came since the last note for the file of the test that runs."""
-        now = _seconds()
+        now = _seconds(self.has_workers)
         self.seconds[self.file] += now - self.last
         self.last, self.memory[self.file] = now, _memory()
 
