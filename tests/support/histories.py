@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxreplay.samplers import ConsumingSampler
+from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.types import Index
 from tests.support.steps import nth, stacked
@@ -27,6 +27,12 @@ OF_ENVS = ("drop", "end")
 # how often each comes beside adds, of which the history has a share
 KINDS = {"pop": 6, "update": 4, "write": 3, "nothing": 2, "map rows": 1, "drop": 1, "end": 2}
 KINDS |= {"clear": 0.4} | dict.fromkeys(ADDS, 0)
+
+
+def has_priorities(config, kind):
+    """Return whether an operation gives priorities of the new rows."""
+    to_some = kind == "add to some" and isinstance(config.buffer.sampler, PrioritySampler)
+    return kind == "add with priorities" or to_some
 
 
 def history_of(config, seed):
@@ -54,7 +60,7 @@ def history_of(config, seed):
             oracle.add(**step, mask=mask)
             steps.append((step, mask))
             flags = later if mask is None else np.where(mask[:, None], later, flags)
-        if kind == "add with priorities":
+        if has_priorities(config, kind):
             given = r.choice(PRIORITIES, num_envs)
         if kind in OF_ENVS:
             given = r.random(num_envs) < 0.5
@@ -136,7 +142,7 @@ def _compare(config, model, history, observed, name):
             model.take(nth(observed, at - 1))
         model.before(kind, len(steps))
         for step, mask in steps:
-            more = {"priority": given} if kind == "add with priorities" else {}
+            more = {"priority": given} if has_priorities(config, kind) else {}
             oracle.add(**step, mask=mask, **more)
         if kind in OF_SAMPLE:
             of_rows = {"update": oracle.update, "write": oracle.write}[kind]
@@ -174,7 +180,7 @@ def arrays_of(config, history):
             own = np.random.default_rng(at).permutation(np.flatnonzero(steps[0][1]))
             arrays["envs"][at, : len(own)] = own
             arrays["envs"][at, -1] = -1 - at  # padding, too
-        if kind == "add with priorities":
+        if has_priorities(config, kind):
             arrays["priority"][at] = given
         if kind in OF_ENVS:
             arrays["mask"][at, 0] = given
@@ -201,7 +207,15 @@ def _program(config):
             "add with priorities": lambda: buffer.add(
                 state, step, *nth(masks, 0), priority=given["priority"]
             ),
-            "add to some": lambda: buffer.add(state, some, envs=given["envs"]),
+            # padding has a priority, too
+            "add to some": lambda: buffer.add(
+                state,
+                some,
+                priority=nth(given["priority"], given["envs"])
+                if has_priorities(config, "add to some")
+                else None,
+                envs=given["envs"],
+            ),
             "extend": lambda: buffer.extend(state, given["steps"], *masks),
             "update": lambda: buffer.update_priorities(state, index, given["new"]),
             "write": lambda: buffer.write(state, index, {"reward": config.rewards(given["new"])}),
