@@ -73,7 +73,6 @@ def test_a_late_update_changes_nothing():
     assert int(ours._state.sampler.num_stale_updates) == 8000
 
 
-@pytest.mark.thorough
 def test_prioritized_dqn_learns_is_saved_and_goes_on(tmp_path):
     model = prioritized_dqn(n_steps=2, gamma=0.9)
     buffer, before = model.replay_buffer, params_of(model)

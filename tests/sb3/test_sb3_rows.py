@@ -81,7 +81,6 @@ def test_goals_are_the_same_wherever_the_rows_lie(kind, tmp_path):
             check_same(batch, batches[0])
 
 
-@pytest.mark.thorough  # it trains; `tests/buffers/test_tiered_files.py` has such folders
 def test_a_folder_goes_on_if_it_is_resumed_and_else_begins_anew(tmp_path):
     folder, saved = tmp_path / "rows", tmp_path / "saved"
     options = {"buffer_size": 100, "num_envs": 2}
