@@ -27,8 +27,9 @@ TESTS = {
     "storage/sampleable.py": f"{ORACLE} samplers/test_uniform.py buffers/test_contract.py",
     "buffers/replay_buffer.py": f"{ORACLE} buffers/test_contract.py buffers/test_state_check.py "
     "buffers/test_errors.py buffers/test_newcomer_errors.py",
-    "samplers/joined.py": "samplers/test_blend.py buffers/test_adopt.py",
-    "samplers/shares.py": "samplers/test_blend.py",
+    "samplers/joined.py": "samplers/test_blend.py buffers/test_newcomer_errors.py "
+    "buffers/test_adopt.py",
+    "samplers/shares.py": "samplers/test_blend.py buffers/test_newcomer_errors.py",
     "samplers/sum_tree.py": "samplers/test_sum_tree.py samplers/test_prioritized.py",
     "views": f"{ORACLE} views/test_views.py views/test_transitions.py buffers/test_rewards.py",
     "actors/block.py": "actors/test_blocks.py actors/test_actors.py",
