@@ -30,8 +30,8 @@ import pytest  # noqa: E402
 from jaxreplay.buffers.jitted import options_here  # noqa: E402
 from jaxreplay.storage import platforms  # noqa: E402
 
-# These two set the compilers' environment before JAX is imported.
-collect_ignore = ["aot/devices.py", "aot/programs.py"]
+# These two set the compilers' environment before JAX is imported; the third needs cosmic-ray.
+collect_ignore = ["aot/devices.py", "aot/programs.py", "mutants.py"]
 jax.config.update("jax_disable_most_optimizations", IS_QUICK)
 
 hypothesis.settings.register_profile(
