@@ -138,7 +138,7 @@ class Checkpointer:
     def all_steps(self) -> list[int]:
         """Return the steps of the existing checkpoints, newest last. Only their manifests are
         checked."""
-        # of its own: another thread may save
+        # a chain of its own: a save in another thread changes that of this object
         found, _ = Chain(self._store).read()
         return [manifest.step for manifest in reversed(found)]
 
@@ -157,8 +157,8 @@ class Checkpointer:
     ) -> None:
         """Write a checkpoint: of the state, and of all that goes with it.
 
-        If the save fails, the existing checkpoints are kept. One thread at a time may call a
-        `Checkpointer`.
+        If the save fails, the existing checkpoints are kept. One thread at a time may save or
+        restore.
 
         Args:
           state: The buffer's state, or a dict of a mixture's members' states. It stays valid. Rows
@@ -278,7 +278,7 @@ class Checkpointer:
         self._processes.first(lambda: self._chain.collect(self.max_to_keep))
 
     def _files(self, plan: Plan, splits: dict[str, Split]) -> Iterator[File]:
-        """Yield the files that this process writes, with copies of the rows."""
+        """Yield the files that this process writes. The rows of groups are copied."""
         num, index = self._processes.num, self._processes.index
         for name, pieces in plan.rest_files()[index::num]:
             yield File(name, {one.name: rows.piece_of(plan.rest[one.name], one) for one in pieces})

@@ -1,5 +1,5 @@
-"""Files of a save: the caller's thread copies what is to be written, a file at a time, and threads
-write the copies."""
+"""Files of a save: the caller's thread gathers the arrays of one file after another, and threads
+write them."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple

@@ -32,7 +32,7 @@ fcntl: Any = None
 with contextlib.suppress(ImportError):  # on Windows
     import fcntl
 
-_FORMAT = 1
+_FORMAT = 2
 _PAGE = mmap.PAGESIZE
 _MOST_BRANCHES = 100  # earlier tokens whose checkpoints can be loaded: 400 bytes each for 64 envs
 # Seconds a row, and a byte of them, above which rows count as read from the disk.
@@ -330,7 +330,7 @@ class FileRows(HostRows):
         the rows had a token; None if they never had it, or if a row before int64[E] is not there,
         or was replaced by another one of the same number."""
         first, newest, _ = self.progress
-        # The oldest row is never older than when the rows went back, but where none is there.
+        # `first` grows, or falls to the end of a load that leaves no row: older rows are gone.
         limit = {**self._about["branches"], self.token: newest}.get(token, np.full_like(end, -1))
         return first if (end <= limit).all() else None
 

@@ -325,7 +325,7 @@ DAMAGE = {
     r"0-rows.obs.image.npy has int32\[150\], not int32\[150, 1500\]": lambda files: shutil.copy(
         files[1], files[0]
     ),
-    "rows.json has the format 99; this version reads 1": damage_json(format=99),
+    "rows.json has the format 99; this version reads 2": damage_json(format=99),
     "rows.json is damaged": lambda files: files[0].with_name("rows.json").write_text("[]"),
     "rows.json is damaged: Rec": lambda files: (
         files[0].with_name("rows.json").write_text("[" * 100_000)

@@ -251,7 +251,7 @@ def test_bytes_of_a_transition():
 def test_whole_runs_are_the_same(algorithm, env_id, n_steps):
     """Unmodified algorithms: the losses of all updates are the same, and the parameters are
     bit-identical."""
-    updates = 1000 if SOAK else 60 if ALL else 20
+    updates = 1000 if SOAK else 60 if ALL else 30
     theirs = {"n_steps": n_steps} if n_steps else {}
     drop_in = {"replay_buffer_class": sb3.NStepReplayBuffer if n_steps else sb3.ReplayBuffer}
     if n_steps:
