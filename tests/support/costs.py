@@ -119,7 +119,8 @@ class Costs:
 
     def exceeded(self) -> list[str]:
         """Return a sentence for each limit that the run exceeded."""
-        first = next((file for file, most in self.memory.items() if most > MOST_MEMORY), None)
+        over = [(most, file) for file, most in self.memory.items() if most > MOST_MEMORY]
+        first = min(over)[1] if over else None  # what a process had only grows
         costs = (
             (self.num_large(), MOST_LARGE_PROGRAMS, "large programs"),
             (round(self.seconds.total()), MOST_SECONDS, "seconds of the processors"),
