@@ -18,10 +18,11 @@ class _Actor(threading.Thread):
         super().__init__(daemon=True)
         self._engine, self._place, self.allowance = engine, (index, incarnation), Allowance()
         self._specs = self._seen = None
-        engine.actors[index] = self
-        if engine.is_stopped:
-            self.allowance.stop()
-        self.start()
+        with engine.lock:  # a stop joins only what was started
+            engine.actors[index] = self
+            if engine.is_stopped:
+                self.allowance.stop()
+            self.start()
 
     def run(self):
         engine, (index, incarnation) = self._engine, self._place
@@ -67,6 +68,7 @@ class Threads:
         self.act, self.setup, self.run = act, setup, secrets.token_hex(4)
         self.found, self.params, self.is_stopped = queue.SimpleQueue(), None, False
         self.restarts, self.actors = [max_restarts] * setup.num_actors, {}
+        self.lock = threading.Lock()
         for place in enumerate(incarnations):
             _Actor(self, *place)
 
@@ -91,7 +93,8 @@ class Threads:
         self.found.put(None)
 
     def stop(self, seconds):
-        self.is_stopped = True
-        for actor in self.actors.values():
+        with self.lock:
+            self.is_stopped, actors = True, list(self.actors.values())
+        for actor in actors:
             actor.allowance.stop()
             actor.join(seconds)
