@@ -65,7 +65,7 @@ def drawn_of(buffer, steps, mask, priority):
 @pytest.mark.parametrize(
     ("name", "platform"),
     [(name, "cpu") for name in SAMPLERS]
-    + [(name, platform) for name in ("uniform", "prioritized") for platform in ("gpu", "tpu")],
+    + [("uniform", "gpu"), ("prioritized", "gpu"), ("prioritized", "tpu")],
 )
 def test_draws_are_as_probable_as_they_say(name, platform):
     """From streams of 0, 4 and 20 rows; `storage/test_oracle_streams.py` has the probabilities."""
@@ -152,10 +152,10 @@ def stream(lengths, **options):
 LENGTHS = (1, 2, 5, 17)
 
 
-@pytest.mark.parametrize("beyond", ["truncate", "clip"])
-def test_pairs_have_the_law_of_their_horizon_and_never_cross_an_episode(beyond):
-    """Episodes are equally probable whatever their lengths, then their steps."""
-    buffer, state = stream(LENGTHS, gamma=0.9, beyond=beyond)
+def test_pairs_have_the_law_of_their_horizon_and_never_cross_an_episode():
+    """Episodes are equally probable whatever their lengths, then their steps. Horizons that are
+    not clipped have their law below."""
+    buffer, state = stream(LENGTHS, gamma=0.9, beyond="clip")
     batch = jax.device_get(jax.jit(buffer.sample)(state, jax.random.key(7)))
     items, (episode, place) = batch.experience, batch.experience.obs.T
     check(np.bincount(episode, minlength=4), np.full(4, 0.25))
@@ -166,9 +166,7 @@ def test_pairs_have_the_law_of_their_horizon_and_never_cross_an_episode(beyond):
     assert (items.future_obs[:, 1] - items.obs[:, 1] == items.num_steps).all()
     for place in (0, 10, 16):
         mine = items.num_steps[(items.obs[:, 0] == 3) & (items.obs[:, 1] == place)]
-        check(
-            np.bincount(mine, minlength=18 - place)[1:], law_of(0.9, 17 - place, beyond == "clip")
-        )
+        check(np.bincount(mine, minlength=18 - place)[1:], law_of(0.9, 17 - place, clip=True))
 
 
 def test_the_second_terminal_bounds_a_horizon_where_several_lie_ahead():
@@ -214,84 +212,45 @@ def test_pairs_of_episodes_that_go_on_have_the_law_of_jaxgcrl():
     assert (pairs.future_obs - pairs.obs == pairs.num_steps).all()
 
 
-@pytest.mark.parametrize("unfinished", [False, True])
-def test_there_is_no_batch_of_pairs_before_there_is_a_pair(unfinished):
-    """In the first episode, whose third step ends it."""
-    buffer = jr.future_pairs(
-        capacity=8, batch_size=4, gamma=0.8, autoreset="same_step", unfinished=unfinished
-    )
-    replay = jr.Replay(buffer, framework="numpy")
-    for time in range(3):
-        obs, ends = np.full(1, time, np.float32), np.full(1, time == 2)
-        replay.add(
-            obs=obs,
-            action=obs,
-            reward=obs,
-            terminated=ends,
-            truncated=~ends & ends,
-            final_obs=obs + 1,
-        )
-        there = time == 2 or (unfinished and time == 1)
-        assert replay.can_sample() == there
-        if not there:
-            with pytest.raises(TimeoutError, match="no batch can be sampled yet, 0 rows"):
-                replay.sample()
-            continue
-        pairs = replay.sample().experience
-        assert (pairs.future_obs > pairs.obs).all()
-        assert pairs.future_obs.max() <= (3 if time == 2 else 1)
+# strategy, fraction of new goals, steps of an episode that goes on, and the rows whose goals the
+# steps 3, of an episode of 9 steps, and 17, of the one that goes on, may have
+GOALS = [
+    ("future", 0.25, 5, {3: (4, 9), 17: (18, 20)}),
+    ("final", 1.0, 5, {3: (9, 9), 17: (20, 20)}),
+    ("episode", 1.0, 5, {3: (0, 9), 17: (16, 20)}),
+    ("random", 1.0, 0, {3: (0, 15)}),
+    ("future", 0.0, 0, {}),
+]
 
 
-def hindsight(strategy, ratio, length=9, sampler=None, goes_on=0):
-    """Sample relabelled items from an episode of `length` steps and another one, and from one that
-    goes on; row t achieves goal t."""
-    buffer = jr.uniform(capacity=40, num_envs=1, batch_size=DRAWS, autoreset="next_step")
+@pytest.mark.parametrize(("strategy", "fraction", "goes_on", "allowed"), GOALS)
+def test_goals_have_the_law_of_their_strategy(strategy, fraction, goes_on, allowed):
+    """Of two episodes, and of one that goes on, whose goals are of its rows so far; row t achieves
+    goal t."""
+    sizes = {"capacity": 40, "num_envs": 1, "batch_size": DRAWS, "autoreset": "next_step"}
     buffer = jr.hindsight(
-        buffer,
+        jr.prioritized(**sizes) if goes_on else jr.uniform(**sizes),
         lambda achieved, goal, step: (achieved == goal).astype(jnp.float32),
         strategy=strategy,
         unfinished=goes_on > 0,
-        relabel_fraction=ratio,
+        relabel_fraction=fraction,
     )
-    buffer = dataclasses.replace(buffer, sampler=sampler or buffer.sampler)
-    time = np.arange(length + 1 + 6 + goes_on, dtype=np.int32)[:, None]
-    ends = (time == length - 1) | (time == length + 5)
+    time = np.arange(16 + goes_on, dtype=np.int32)[:, None]
     obs = {"achieved_goal": time, "desired_goal": 0 * time - 1}
-    steps = plain_step(time, obs=obs, reward=time * 0.0 - 1, terminated=ends)
-    state = jitted_begun(buffer, steps)
+    ends = (time == 8) | (time == 14)
+    state = jitted_begun(buffer, plain_step(time, obs=obs, reward=time * 0.0 - 1, terminated=ends))
     items = jax.device_get(jax.jit(buffer.sample)(state, jax.random.key(2)).experience)
-    return items.action, items.obs["desired_goal"], items.next_obs["desired_goal"], items.reward
-
-
-def test_goals_have_the_law_of_their_strategy():
-    for strategy, (first, last) in {
-        "future": (4, 9),
-        "final": (9, 9),
-        "episode": (0, 9),
-        "random": (0, 15),
-    }.items():
-        time, goal, next_goal, reward = hindsight(strategy, ratio=1.0)
-        assert (goal == next_goal).all()
-        assert (reward == (goal == time + 1)).all()
-        law = np.zeros(17)
-        law[first : last + 1] = 1 / (last + 1 - first)
-        check(np.bincount(goal[time == 3], minlength=17), law)
-
-
-def test_goals_of_an_episode_that_goes_on_are_of_its_rows_so_far():
-    for strategy, (first, last) in {
-        "future": (18, 20),
-        "final": (20, 20),
-        "episode": (16, 20),
-    }.items():
-        time, goal, *_ = hindsight(strategy, ratio=1.0, sampler=jr.Prioritized(), goes_on=5)
-        check(
-            np.bincount(time, minlength=20)[[*range(9), *range(10, 15), *range(16, 20)]],
-            np.full(18, 1 / 18),
-        )
+    time, goal = items.action, items.obs["desired_goal"]
+    assert (goal == items.next_obs["desired_goal"]).all()
+    assert (items.reward == np.where(goal < 0, -1, goal == time + 1)).all()
+    check(np.array([(goal < 0).sum(), (goal >= 0).sum()]), np.array([1 - fraction, fraction]))
+    sampled = [*range(9), *range(10, 15), *range(16, 15 + goes_on)]
+    law = np.isin(np.arange(22), sampled) / len(sampled)
+    check(np.bincount(time, minlength=22), law)
+    for step, (first, last) in allowed.items():
         law = np.zeros(22)
         law[first : last + 1] = 1 / (last + 1 - first)
-        check(np.bincount(goal[time == 17], minlength=22), law)
+        check(np.bincount(goal[(time == step) & (goal >= 0)], minlength=22), law)
 
 
 def test_a_row_waits_for_the_row_that_its_goal_is_from():
@@ -306,13 +265,6 @@ def test_a_row_waits_for_the_row_that_its_goal_is_from():
     items = jax.device_get(jax.jit(buffer.sample)(state, jax.random.key(0))).experience
     goal = items.obs["desired_goal"][:, 0]
     assert ((goal > items.action[:, 0]) & (goal <= 104)).all()
-
-
-def test_the_ratio_is_the_fraction_of_new_goals():
-    for ratio in (0.0, 0.25):
-        _, goal, _, reward = hindsight("future", ratio)
-        assert (reward[goal == -1] == -1).all()
-        check(np.array([(goal == -1).sum(), (goal >= 0).sum()]), np.array([1 - ratio, ratio]))
 
 
 def test_what_nested_views_draw_is_independent():

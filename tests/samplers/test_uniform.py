@@ -18,7 +18,7 @@ from tests.support.steps import begun, plain_step
 
 # the sampling code differs between platforms
 on_two_platforms = pytest.mark.parametrize("platform", ["cpu", "gpu"])
-DRAWS, BATCH = 100_000, 5
+DRAWS, BATCH = 50_000, 5
 
 
 @jax.jit
@@ -88,13 +88,12 @@ def test_the_law_is_exact_where_almost_every_row_is_a_tail_or_all_are():
         assert len(rows) == transitions
 
 
-@on_two_platforms
-def test_the_law_is_exact_over_streams_of_different_fill(platform):
+def test_the_law_is_exact_over_streams_of_different_fill():
     """In rings that a GPU does not search: the third has 48 rows."""
     time, flag = np.arange(17), np.zeros((17, 3), bool)
     mask = np.stack([time >= 0, time % 4 == 0, time < 0], axis=1)
     form, expected = "same_step_no_final_obs", [*range(16), *range(48, 52)]
-    assert check_law(platform, form, flag, flag, capacity=144, mask=mask) == expected
+    assert check_law("gpu", form, flag, flag, capacity=144, mask=mask) == expected
 
 
 UNIFORM = [case for case in CATALOG if isinstance(case.replay().sampler, jr.Uniform)]
