@@ -9,21 +9,7 @@ import numpy as np
 
 import jaxreplay as jr
 from jaxreplay.samplers.queue import Queue, _turns
-from tests.support.sampling import add, fed, make_buffer, pop, rewards, size, step_of
-
-
-def test_streams_take_turns():
-    """With 3, 1 and 5 rows, a batch of 4 has each stream's first and the second of stream 0."""
-    buffer, state = make_buffer(Queue(), num_envs=3, allow_mask=True)
-    for time in range(6):
-        mask = np.array([time < 4, time < 2, True])
-        state = add(buffer, state, step_of([time, 10 + time, 20 + time]), mask)
-    taken = []
-    for _ in range(4):
-        state, batch = pop(buffer, state, jax.random.key(0), 4)
-        taken.append(rewards(batch))
-    assert taken == [[0, 1, 10, 20], [2, 21, 22, 23], [24], []]
-    assert np.isfinite(np.asarray(batch.experience.obs)).all()
+from tests.support.sampling import fed, make_buffer, pop, rewards, size
 
 
 def test_min_size_holds_rows_back_for_a_full_batch():

@@ -3,28 +3,10 @@ in a new order for each pass, while rows come and go."""
 
 import jax
 import numpy as np
-import pytest
 from scipy import stats
 
 from jaxreplay.samplers.without_replacement import WithoutReplacement
-from tests.conftest import ALL
 from tests.support.sampling import add, fed, make_buffer, pop, rewards, step_of
-
-
-def test_each_pass_has_every_row_once_in_an_order_of_its_own_and_new_rows_wait_for_the_next():
-    buffer, state = make_buffer(WithoutReplacement(), num_envs=2, length=12)
-    state, taken = fed(buffer, state, range(6)), []
-    for seed in range(9):
-        state, batch = pop(buffer, state, jax.random.key(seed), 4)
-        taken.append(rewards(batch))
-        if seed == 6:
-            state = fed(buffer, state, [6])
-    assert list(map(len, taken)) == [4, 4, 2] * 3  # the last batch of a pass is short
-    passes = [taken[at] + taken[at + 1] + taken[at + 2] for at in (0, 3, 6)]
-    assert [sorted(one) for one in passes] == [
-        [10 * t + env for t in range(5) for env in range(2)]
-    ] * 3
-    assert len(set(map(tuple, passes))) == 3
 
 
 def test_orders_are_all_alike():
@@ -59,14 +41,3 @@ def test_a_drop_begins_a_new_pass():
         begun, _ = pop(buffer, state, jax.random.key(seed), 2)
         _, batch = pop(buffer, drop(begun, np.ones(1, bool)), jax.random.key(9 + seed), 4)
         assert sorted(rewards(batch)) == [0, 1, 2]
-
-
-@pytest.mark.parametrize("batch_size", [1, 4] if ALL else [1])
-def test_a_batch_has_a_row_while_there_is_one(batch_size):
-    """Batches are never empty, for 0 to 12 adds between two pops, in passes of 11 rows."""
-    buffer, state = make_buffer(WithoutReplacement(), length=12)
-    state, time = fed(buffer, state, range(3)), 3
-    for turn in range(60):
-        state, batch = pop(buffer, state, jax.random.key(turn), batch_size)
-        assert np.asarray(batch.is_valid)[0]
-        state, time = fed(buffer, state, range(time, time + turn % 13)), time + turn % 13
