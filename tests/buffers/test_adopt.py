@@ -58,12 +58,9 @@ SAMPLERS = (
 # Of each form, in a ring: each adopts the rows of the one before. Numbers of the view and of the
 # sampler, the length, and whether there are a mask and a table.
 POOLS = {
-    "next_step": ((0, 1, 29, 1, 1), (1, 5, 29, 1, 0), (2, 0, 16, 1, 1), (5, 6, 16, 1, 1, "tpu")),
-    "same_step": ((6, 2, 29, 0, 1), (8, 7, 29, 1, 1), (3, 1, 16, 1, 1), (3, 4, 16, 0, 0)),
-    "same_step_no_final_obs": (
-        *((7, 0, 29, 1, 1), (4, 4, 29, 0, 0)),
-        *((1, 1, 16, 1, 1), (0, 3, 16, 1, 1)),
-    ),
+    "next_step": ((0, 3, 29, 1, 1), (1, 5, 29, 1, 0), (5, 6, 16, 1, 1, "tpu")),
+    "same_step": ((6, 2, 29, 0, 1), (8, 7, 29, 1, 1), (3, 1, 16, 1, 1)),
+    "same_step_no_final_obs": ((7, 0, 29, 1, 1), (4, 4, 29, 0, 0), (1, 1, 16, 1, 1)),
 }
 
 
@@ -164,7 +161,7 @@ def reading(buffer):
     return jax.jit(read)
 
 
-# In how many of the four pairs flags and items are compared, and draws.
+# In how many of the three pairs flags and items are compared, and draws.
 COMPARED = {"next_step": (4, 3), "same_step": (3, 2), "same_step_no_final_obs": (2, 1)}
 
 
@@ -205,14 +202,14 @@ def test_it_is_as_if_the_buffer_had_been_fed_with_the_same_steps(form):
         pairs += [(random_buffer(r, form), random_buffer(r, form)) for _ in range(66)]
     for seed, (old, new) in enumerate(pairs):
         r = np.random.default_rng(seed)
-        history = history_of(r, form, old.allow_mask and new.allow_mask, clears=seed % 4 == 3)
+        history = history_of(r, form, old.allow_mask and new.allow_mask, clears=seed % 3 == 2)
         priority = r.choice([0.0, 0.5, 1.0, 3.0], (TIME, NUM_ENVS)).astype(np.float32)
         if not isinstance(old.sampler, PrioritySampler):
             priority = None
         before, wanted = (fed(buffer, history, priority) for buffer in (old, new))
         got = adopting(new)(before)
         compared.update(check_alike(old, new, before, got, wanted))
-        if seed == 3:
+        if seed == 2:
             assert (compared["flags"], compared["draws"]) == COMPARED[form], compared
             assert compared["items"] == compared["flags"]
             assert min(compared["mass"], compared["ends"]) > 0

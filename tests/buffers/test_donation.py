@@ -104,7 +104,6 @@ def test_all_methods_agree_also_inside_of_jit_and_vmap():
     for got in (
         inner(state),
         jax.jit(inner)(state),
-        jax.jit(lambda: inner(state))(),
         nth(jax.jit(jax.vmap(inner))(stacked([state])), 0),
     ):
         chex.assert_trees_all_equal(*jax.device_get((got, expected)))

@@ -148,12 +148,9 @@ if ALL:
         test_contract.test_an_abstract_example_is_enough,
         test_contract.test_equal_configurations_share_one_trace,
         test_contract.test_an_empty_buffer_is_flagged,
-        test_contract.test_what_memory_says_is_what_init_takes,
-        test_contract.test_a_state_goes_through_serialization,
         test_contract.test_the_wrong_leaf_is_named,
         functools.partial(test_laws.test_draws_are_as_probable_as_they_say, platform=None),
         test_contract.test_jit_equals_eager,
-        test_contract.test_vmap_equals_a_loop,
         test_contract.test_extend_equals_add_for_each_step,
         calls_are_in_place,
     )

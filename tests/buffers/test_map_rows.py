@@ -47,7 +47,7 @@ def mapped(buffer, block, steps, factor):
 
 @pytest.mark.parametrize(
     ("autoreset", "block"),
-    [*((form, 7) for form in jr.autoreset.FORMS), ("next_step", 1), ("next_step", 65_536)],
+    [*zip(jr.autoreset.FORMS, (7, 1, 65_536), strict=True)],
 )
 def test_each_step_has_what_the_function_gives_for_it_alone(autoreset, block):
     before, after, expected, found = jax.device_get(

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
-from tests.support.buffers import CATALOG, each
+from tests.conftest import ALL
+from tests.support.buffers import CATALOG, KINDS, each
 from tests.support.sampling import assert_same
 from tests.support.steps import begun, nth, plain_step, stacked
 
@@ -98,8 +99,10 @@ def test_every_method_takes_a_state_of_numpy_arrays(method):
     "methods",
     [
         ("add", "sample", "update_priorities"),
-        ("pop", "can_add"),
-        pytest.param(tuple(METHODS)[:-2], marks=pytest.mark.thorough),
+        *(
+            pytest.param(x, marks=pytest.mark.thorough)
+            for x in (("pop", "can_add"), tuple(METHODS)[:-2])
+        ),
     ],
 )
 def test_a_state_of_numpy_arrays_gives_the_same(methods):
@@ -138,7 +141,7 @@ def test_what_does_not_change_a_states_meaning_may_differ():
         assert batch.is_valid.shape == (other.batch_size,)
 
 
-@each(CATALOG)
+@each(CATALOG if ALL else KINDS)
 @pytest.mark.no_xla
 def test_states_of_every_buffer_are_their_own(case):
     """A buffer accepts its state alone and in a vmap; buffers of items and of steps refuse each
@@ -147,7 +150,7 @@ def test_states_of_every_buffer_are_their_own(case):
     add = lambda state: buffer.size(buffer.add(state, case.step()))
     assert jax.eval_shape(add, state).shape == ()
     assert jax.eval_shape(jax.vmap(add), stacked([on_host(state)] * 2)).shape == (2,)
-    for other in CATALOG:
+    for other in KINDS:
         if other.is_items != case.is_items:
             check_refused(other.replay(), state, "this state is not of this buffer", "can_sample")
 

@@ -18,17 +18,14 @@ import jaxreplay as jr
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 from jaxreplay.storage.host_rows import HostRows
 from tests.conftest import ALL, SOAK
-from tests.support.buffers import CATALOG, bits, everything, jitted
+from tests.support.buffers import CATALOG, bits, each
 from tests.support.refusals import refused
 from tests.support.steps import nth
 
-FEW = (
-    "uniform masked, episodes",
-    "prioritized same_step, 3 steps",
-    "sequences prioritized, every second start",
-    "hindsight of final_obs, masked",
-    "transitions queue",
-)
+# Masks and final rows; sequences, and writes.
+WALKED = ("prioritized final_obs, masked", "sequences prioritized, every second start")
+# Random goals; rows that are consumed.
+READ = ("hindsight prioritized, of episodes that go on", "transitions queue")
 
 
 def check_equal(found, expected):
@@ -55,72 +52,96 @@ def check_all_equal(batches):
         check_equal(batch, batches[0])
 
 
-CASES = [
-    (case, place)
-    for place, names in (("host", FEW), ("files", FEW[:2]))
-    for case in CATALOG
-    if ALL or case.name in names
-]
-
-
-@pytest.mark.parametrize(("case", "place"), CASES, ids=lambda one: getattr(one, "name", one))
-def test_batches_are_those_of_a_buffer_on_the_device(case, place, tmp_path):
-    """Also after the rows went to a buffer on the device and came back. Those in files are there
-    right after a drop, too."""
-    whole, rows = case.replay(), "host" if place == "host" else tmp_path
-    buffer = jr.jit(whole)
-    tier = jr.tiered(whole, rows=rows, continue_streams=place == "files")
-    mine, theirs = tier.init(case.example()), buffer.init(case.example())
-    names = ("draw", "read", "get", "pop", "update_priorities")
-    draw, read, get, pop, update = (jax.jit(getattr(tier, name)) for name in names)
-    mapped = jax.jit(lambda state, by: whole.map_rows(state, scaled, by, block=10))
-    consumes = isinstance(whole.sampler, ConsumingSampler)
-    rng = np.random.default_rng(0)
-    for turn in range(12):
-        steps, mask = case.step(turn, time=5), case.mask(whole, turn, 5)
-        mine, theirs = tier.extend(mine, steps, *mask), buffer.extend(theirs, steps, *mask)
-        if mask and turn in (2, 7):  # with padding
-            some, envs = nth(case.step(turn), [2, 3, 0, 1]), np.int32([2, -1, 0, 4])
-            mine, theirs = tier.add(mine, some, envs=envs), buffer.add(theirs, some, envs=envs)
-        key = jax.random.key(turn)
-        if consumes:
-            mine, plan = pop(mine, key)
-            theirs, batch = buffer.pop(theirs, key)
+@each([case for case in CATALOG if case.name in READ])
+def test_adopted_rows_are_read_as_on_the_device(case):
+    whole = case.replay()
+    buffer, tier, theirs = jr.jit(whole), jr.tiered(whole), case.filled(whole)
+    mine, read = tier.adopt(jax.tree.map(jnp.copy, theirs)), jax.jit(tier.read)
+    draw, pop, get = (jax.jit(getattr(tier, name)) for name in ("draw", "pop", "get"))
+    for key in jax.random.split(jax.random.key(0), 3):
+        if isinstance(whole.sampler, ConsumingSampler):
+            (mine, plan), (theirs, batch) = pop(mine, key), buffer.pop(theirs, key)
         else:
             plan, batch = draw(mine, key), buffer.sample(theirs, key)
-        found = read(plan, tier.take(plan))
-        check_equal(found, batch)
-        if isinstance(whole.sampler, PrioritySampler):
-            priority = rng.random(8).astype(np.float32)
-            mine = update(mine, found.index, priority)
-            theirs = buffer.update_priorities(theirs, batch.index, priority)
+        check_equal(read(plan, tier.take(plan)), batch)
         plan = get(mine, batch.index, key)
         check_equal(read(plan, tier.take(plan)), buffer.get(theirs, batch.index, key))
+
+
+@each([case for case in CATALOG if ALL or case.name in WALKED])
+def test_batches_are_those_of_a_buffer_on_the_device(case, tmp_path):
+    """Also after the rows went to a buffer on the device and came back. Those in files are there
+    right after a drop, too."""
+    whole, consumes = case.replay(), isinstance(case.replay().sampler, ConsumingSampler)
+    host, files = jr.tiered(whole), jr.tiered(whole, rows=tmp_path, continue_streams=True)
+    buffer, tiers = jr.jit(whole), (host, files)
+    states = [buffer.init(case.example()) for _ in range(3)]
+    states[:2] = [tier.adopt(state) for tier, state in zip(tiers, states[:2], strict=True)]
+    names = ("draw", "read", "get", "pop", "update_priorities")
+    draw, read, get, pop, update = (jax.jit(getattr(host, name)) for name in names)
+    mapped = jax.jit(lambda state, by: whole.map_rows(state, scaled, by, block=10))
+    numbers, indices = jax.jit(lambda state: state.index(jnp.arange(whole.capacity))), []
+    rng = np.random.default_rng(0)
+
+    def change(name, *given, **options):
+        for which, one in enumerate((*tiers, buffer)):
+            states[which] = getattr(one, name)(states[which], *given, **options)
+
+    def check(plans, batch):
+        for tier, plan in zip(tiers, plans, strict=True):
+            check_equal(read(plan, tier.take(plan)), batch)
+
+    for turn in range(12):
+        key = jax.random.key(turn)
+        change("extend", case.step(turn, time=5), *case.mask(whole, turn, 5))
+        if not whole.layout().lockstep and turn in (2, 7):  # with padding
+            some = nth(case.step(turn), [2, 3, 0, 1])
+            change("add", some, envs=np.int32([2, -1, 0, 4]))
+        if consumes:
+            *popped, (states[2], batch) = [pop(state, key) for state in states[:2]] + [
+                buffer.pop(states[2], key)
+            ]
+            states[:2], plans = zip(*popped, strict=True)
+        else:
+            plans, batch = [draw(state, key) for state in states[:2]], buffer.sample(states[2], key)
+        check(plans, batch)
+        indices.append(numbers(states[2]))
+        for index in indices[-2:]:  # some rows of the earlier turn are overwritten
+            plans = [get(state, index, key) for state in states[:2]]
+            check(plans, buffer.get(states[2], index, key))
+        if isinstance(whole.sampler, PrioritySampler):
+            priority = rng.random(8).astype(np.float32)
+            states[:2] = [update(state, batch.index, priority) for state in states[:2]]
+            states[2] = buffer.update_priorities(states[2], batch.index, priority)
         if whole.allow_write:
             index = getattr(batch.experience, "index", None) or batch.index
-            values = {"reward": rng.random(index.row.shape).astype(np.float32)}
-            values["extras"] = {"flag": values["reward"] < 0.5}
-            mine, theirs = tier.write(mine, index, values), buffer.write(theirs, index, values)
+            reward = rng.random(index.row.shape).astype(np.float32)
+            change("write", index, {"reward": reward, "extras": {"flag": reward < 0.5}})
         if whole.allow_write and turn in (5, 8):
-            mine = tier.map_rows(mine, scaled, np.float32(turn), block=10)
-            theirs = mapped(theirs, np.float32(turn))
+            by = np.float32(turn)
+            states[:2] = [
+                tier.map_rows(state, scaled, by, block=10)
+                for tier, state in zip(tiers, states[:2], strict=True)
+            ]
+            states[2] = mapped(states[2], by)
         if turn % 4 == 3:
             ended = rng.random(4) < 0.5
-            mine, theirs = tier.end_streams(mine, ended), buffer.end_streams(theirs, ended)
+            change("end_streams", ended)
         if turn == 9:
-            mine, theirs = tier.drop(mine, ended), buffer.drop(theirs, ended)
+            change("drop", ended)
         if turn == 10:
-            mine, theirs = tier.clear(mine), buffer.clear(theirs)
-        is_reopened = place == "files" and turn in (2, 3, 7, 9, 10, 11)
-        if is_reopened:  # as after the end of the process
-            tier.close()
-            check_rows(whole, tier.init(case.example()), get, read, tier, theirs)
-        if is_reopened or turn % 6 == 5:
-            mine = tier.adopt(jax.tree.map(jnp.copy, theirs))
+            change("clear")
+        if turn in (2, 3, 7, 9, 10, 11):  # as after the end of the process
+            files.close()
+            check_rows(whole, files.init(case.example()), get, read, files, states[2])
+            states[1] = files.adopt(jax.tree.map(jnp.copy, states[2]))
+        if turn % 6 == 5:
+            states[0] = host.adopt(jax.tree.map(jnp.copy, states[2]))
     leaves = lambda state: jax.device_get(jax.tree.leaves(state.replace(rows=None)))
-    jax.tree.map(np.testing.assert_array_equal, leaves(mine), leaves(theirs))
-    found = everything(whole)(jax.device_put(tier.whole(mine)), 0)
-    check_equal(found, everything(whole)(theirs, 0))
+    for tier, state in zip(tiers, states[:2], strict=True):
+        check_equal(leaves(state), leaves(states[2]))
+        found = buffer.get(jax.device_get(tier.whole(state)), indices[-1], key)
+        check_equal(found, buffer.get(states[2], indices[-1], key))
 
 
 @functools.cache
@@ -129,25 +150,28 @@ def told(buffer):
 
     def tell(state):
         counted = [getattr(state.counters, name) for name in ("position", "lap", "filled")]
-        written = state.is_written(np.arange(buffer.capacity, dtype=np.int32))
+        rows = np.arange(buffer.capacity, dtype=np.int32)
         # with a period, other transitions may be candidates, and rows may be consumed again
         is_same = state.layout.window.period == 1 and not isinstance(
             buffer.sampler, ConsumingSampler
         )
-        return counted, written, buffer.size(state) if is_same else 0
+        size = buffer.size(state) if is_same else 0
+        return counted, state.is_written(rows), size, state.index(rows)
 
     return jax.jit(tell)
 
 
 def check_rows(buffer, found, get, read, tier, state):
     """Check that a folder that was opened again has the rows of a buffer's state."""
-    numbers = jax.device_get(told(buffer)(state))
-    check_equal(told(tier.index)(found), numbers)
+    *numbers, index = jax.device_get(told(buffer)(state))
+    check_equal(told(tier.index)(found)[:3], tuple(numbers))
     if state.layout.window.period == 1:
-        rows, key = np.resize(np.flatnonzero(numbers[1]), buffer.capacity), jax.random.key(0)
-        plan = get(found, rows.astype(np.int32), key)
-        batch = read(plan, tier.take(plan))
-        wanted = jitted(buffer, "get")(state, rows.astype(np.int32), key)
+        index, key = (
+            nth(index, np.resize(np.flatnonzero(numbers[1]), buffer.capacity)),
+            jax.random.key(0),
+        )
+        plan = get(found, index, key)
+        batch, wanted = read(plan, tier.take(plan)), jr.jit(buffer).get(state, index, key)
         for name in ("index", "is_valid", "experience"):
             check_equal(getattr(batch, name), getattr(wanted, name))
 
@@ -233,16 +257,17 @@ def test_a_replay_has_the_same_batches_wherever_its_rows_lie(tmp_path, platform)
     folders = itertools.count()
     folder = lambda: tmp_path / f"rows{next(folders)}"
     replays = made("device"), made("host"), made(folder())
-    for time_step in range(100):
-        for replay in replays:
-            replay.add(**step(time_step))
-        if time_step > 10 and time_step % 3 == 0:
-            batches = [replay.sample() for replay in replays]
-            check_all_equal(batches)
-            for replay, batch in zip(replays, batches, strict=True):
-                replay.update_priorities(batch.index, np.linspace(0, 1, 16))
-        if time_step == 50:
-            for replay in replays:
+    for turn in range(12):
+        for replay, at in itertools.product(replays, range(3)):
+            replay.add(**step(3 * turn + at))
+        if not turn:
+            assert len({len(replay) for replay in replays}) == 1
+            continue
+        batches = [replay.sample() for replay in replays]
+        check_all_equal(batches)
+        for replay, batch in zip(replays, batches, strict=True):
+            replay.update_priorities(batch.index, np.linspace(0, 1, 16))
+            if turn == 8:
                 replay.end_streams()
     check_all_equal([replay.get(np.arange(20)) for replay in replays])
     assert replays[0].metrics() == replays[1].metrics() == replays[2].metrics()
@@ -253,12 +278,11 @@ def test_a_replay_has_the_same_batches_wherever_its_rows_lie(tmp_path, platform)
         other.load(tmp_path / name)
     check_all_equal([other.sample() for other in others])
     wide = dataclasses.replace(buffer, capacity=40, num_envs=2)
-    for rows in ("host", folder()):
-        wide_replay = jr.Replay(
-            wide, example=others[0]._owner.example, framework="numpy", rows=rows
-        )
-        wide_replay.load(tmp_path / "a")  # with a mapping as the example, and other envs
-        assert len(wide_replay) > 10
+    wide_replay = jr.Replay(
+        wide, example=others[0]._owner.example, framework="numpy", rows=folder()
+    )
+    wide_replay.load(tmp_path / "a")  # with a mapping as the example, and other envs
+    assert len(wide_replay) > 10
     for replay in replays:
         replay.merge(others[0])
     check_all_equal([replay.sample() for replay in replays])
@@ -401,9 +425,8 @@ def test_a_state_of_another_example_is_checked_anew_and_a_program_cannot_move_ro
 
 
 def test_rows_of_a_replay_that_is_dropped_are_freed():
-    replay = jr.Replay(jr.items(capacity=8, batch_size=2), rows="host", prefetch=1)
-    for _ in range(4):
-        replay.add({"x": np.zeros((1, 3), np.float32)})
+    replay = jr.Replay(jr.items(capacity=8, batch_size=4), rows="host", prefetch=1)
+    replay.add(np.int32([1]))
     replay.sample()
     store = weakref.ref(replay._owner.tier._store)
     del replay
@@ -453,7 +476,7 @@ def test_what_cannot_be_read_from_the_host_is_refused():
     state = tier.init({"x": np.float32(0)})
     with refused(r"x: got float32\[2, 2\], expected float32\[2, 1\]"):
         tier.extend(state, {"x": np.zeros((2, 2), np.float32)})
-    assert int(tier.size(state)) == 0
+    assert not tier.num_written.any()
     with refused("the rows of x lie on the host, which no program reads: use draw, take and read"):
         jax.jit(tier.index.sample)(state, jax.random.key(0))
     shared = {"capacity": 32, "batch_size": 2, "autoreset": "next_step"}

@@ -58,12 +58,6 @@ def everything(buffer):
 
 
 @functools.cache
-def of_population(buffer):
-    """Return `everything` for states and blocks of a population, with an axis in front."""
-    return jax.jit(jax.vmap(functools.partial(operations, buffer), (0, 0, None)))
-
-
-@functools.cache
 def blocks(buffer):
     """Return a program of a state and a block: the states after each `add`, with an axis in front,
     and those after an `extend` of each of `PARTS`."""
