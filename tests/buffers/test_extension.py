@@ -16,7 +16,6 @@ from jaxreplay.samplers.sum_tree import SumTree, SumTreeState
 from tests.buffers import test_contract, test_in_place
 from tests.checkpoint import test_changed_buffer, test_checkpoint
 from tests.conftest import ALL
-from tests.samplers import test_laws
 from tests.support.buffers import Case, everything, jitted
 
 
@@ -149,12 +148,11 @@ if ALL:
         test_contract.test_equal_configurations_share_one_trace,
         test_contract.test_an_empty_buffer_is_flagged,
         test_contract.test_the_wrong_leaf_is_named,
-        functools.partial(test_laws.test_draws_are_as_probable_as_they_say, platform=None),
         test_contract.test_jit_equals_eager,
         test_contract.test_extend_equals_add_for_each_step,
         calls_are_in_place,
     )
-name_of = lambda check: getattr(check, "func", check).__name__.removeprefix("test_")
+name_of = lambda check: check.__name__.removeprefix("test_")
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=name_of)

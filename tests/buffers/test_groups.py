@@ -114,9 +114,7 @@ def arrays_of(operations):
     return kinds, numbers, versions, staleness
 
 
-@pytest.mark.parametrize(
-    ("strategy", "max_uses"), [("random", 2), ("recent", 1), ("variance", 3), ("recent", 2)]
-)
+@pytest.mark.parametrize(("strategy", "max_uses"), [("random", 2), ("recent", 1), ("variance", 3)])
 def test_groups_are_those_of_lists(strategy, max_uses):
     groups = jr.Groups(
         group_size=SIZE,

@@ -124,7 +124,7 @@ def jitted_init(form):
 @settings(max_examples=500 if SOAK else 20)
 @given(
     kinds=st.lists(st.sampled_from("...TCB"), min_size=6 * T, max_size=6 * T),
-    num_steps=st.integers(1, T) if ALL else st.sampled_from((1, T - 2)),  # a program for each
+    num_steps=st.integers(1, T) if ALL else st.just(1),  # a program for each
     seed=st.integers(0, 99),
 )
 def test_advantages_are_those_of_the_episodes(form, kinds, num_steps, seed):

@@ -23,7 +23,7 @@ from tests.support.refusals import refused
 from tests.support.steps import nth
 
 # Masks and final rows; sequences, and writes.
-WALKED = ("prioritized final_obs, masked", "sequences prioritized, every second start")
+FEW = ("prioritized final_obs, masked", "sequences prioritized, every second start")
 # Random goals; rows that are consumed.
 READ = ("hindsight prioritized, of episodes that go on", "transitions queue")
 
@@ -68,7 +68,7 @@ def test_adopted_rows_are_read_as_on_the_device(case):
         check_equal(read(plan, tier.take(plan)), buffer.get(theirs, batch.index, key))
 
 
-@each([case for case in CATALOG if ALL or case.name in WALKED])
+@each([case for case in CATALOG if ALL or case.name in FEW])
 def test_batches_are_those_of_a_buffer_on_the_device(case, tmp_path):
     """Also after the rows went to a buffer on the device and came back. Those in files are there
     right after a drop, too."""
