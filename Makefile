@@ -100,7 +100,7 @@ mutants: $(VENV)/mutants
 	$(BIN)/python -m tests.mutants $(FILE) --sample $(or $(SAMPLE),40)
 
 # The main buffers with the oldest JAX that they run with.
-OLDEST_TESTS := (next_step] or items] or steps]) and (reused_and_gone or extend_equals or are_the_steps) or config9- or goes_on_to_the_last_bit and items
+OLDEST_TESTS := (next_step] or items] or steps]) and (reused_and_gone or are_the_steps) or extend_equals or config9- or goes_on_to_the_last_bit and items
 test-oldest: $(OLDEST)/installed
 	PYTHONPATH=$(CURDIR) $(OLDEST)/bin/python $(PYTEST) -k "$(OLDEST_TESTS)" $(FEW)
 
@@ -118,7 +118,7 @@ NEWEST := .venv-python3.12 .venv-python3.13
 	.venv-python$*/bin/pip --disable-pip-version-check -q install -c constraints.txt -e ".[test,checkpoint]"
 	touch $@
 
-COMPAT_TESTS := ((next_step] or items] or steps]) and (reused_and_gone or extend_equals or are_the_steps or in_place) \
+COMPAT_TESTS := ((next_step] or items] or steps]) and (reused_and_gone or are_the_steps or in_place) or extend_equals \
 	or config9- or goes_on_to_the_last_bit and items or as_probable and (uniform or steps) or _loop or training_step)
 compat: $(OLDEST)/installed $(MIDDLE)/installed $(NEWEST:=/installed) $(VENV)/installed
 	set -e; for env in $(OLDEST) $(MIDDLE) $(NEWEST); do $$env/bin/python -c "import sys, jax; print('== Python', sys.version.split()[0], 'jax', jax.__version__)"; \
