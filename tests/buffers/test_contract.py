@@ -1,7 +1,6 @@
 """Contract that every buffer of the catalog fulfills."""
 
 import dataclasses
-import re
 
 import chex
 import jax
@@ -221,19 +220,3 @@ def test_items_are_the_steps_that_were_added(case):
             same = (added[:, env[which]] == image[which]).reshape(40, -1).all(axis=1)
             assert same.any()
             assert buffer.allow_mask or np.flatnonzero(same).max() >= 40 - 16
-
-
-def test_the_catalog_is_covered():
-    made = {re.split(r"[ ,]", case.name)[0] for case in CATALOG}
-    assert made == {
-        "items",
-        "uniform",
-        "prioritized",
-        "transitions",
-        "sequences",
-        "chunks",
-        "frame_stack",
-        "future_pairs",
-        "hindsight",
-        "transform",
-    }

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 
-import flax.serialization
 import jax
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ import jaxreplay as jr
 from tests.conftest import ALL
 from tests.support.buffers import CATALOG, KINDS, each
 from tests.support.sampling import assert_same
-from tests.support.steps import begun, nth, plain_step, stacked
+from tests.support.steps import nth, plain_step, stacked
 
 SHARED = {"capacity": 64, "num_envs": 2, "batch_size": 8, "autoreset": "next_step"}
 ZERO = np.zeros(2, np.float32)
@@ -88,33 +87,12 @@ def test_every_method_refuses_a_state_of_another_capacity(method):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.no_xla
 def test_every_method_takes_a_state_of_numpy_arrays(method):
-    """`jax.device_get` and `flax.serialization.from_bytes` return such states."""
+    """`jax.device_get` and `flax.serialization.from_bytes` return such states. That they give the
+    same is in `test_donation.py`."""
     run = functools.partial(call, method, buffer_for(method))
     state = spec_of(buffer_for(method))
     # What a traced function closes over stays a NumPy array; its arguments are tracers.
     assert jax.eval_shape(lambda: run(on_host(state))) == jax.eval_shape(run, state)
-
-
-@pytest.mark.parametrize(
-    "methods",
-    [
-        ("add", "sample", "update_priorities"),
-        *(
-            pytest.param(x, marks=pytest.mark.thorough)
-            for x in (("pop", "can_add"), tuple(METHODS)[:-2])
-        ),
-    ],
-)
-def test_a_state_of_numpy_arrays_gives_the_same(methods):
-    buffer = buffer_for(methods[0])
-    run = lambda state: {name: call(name, buffer, state) for name in methods}
-    first = jax.jit(begun)(buffer, BLOCK)
-    restored = flax.serialization.from_bytes(first, flax.serialization.to_bytes(first))
-    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(restored))
-    expected = jax.jit(run)(first)
-    assert_same(jax.jit(lambda: run(restored))(), expected)
-    for name in {"add", "update_priorities"} & set(methods):
-        assert_same(call(name, jr.jit(buffer), restored), expected[name])
 
 
 def test_a_rollout_takes_a_state_of_numpy_arrays():
