@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
-from tests.support.steps import nth, stacked
+from tests.support.steps import nth
 
 T, E, TIME = 6, 2, 9
 FORMS = ("next_step", "same_step")
@@ -141,13 +141,12 @@ def test_extend_equals_add_for_each_step_also_beyond_the_length(form):
     assert_same(nth(added["extend"], 2), nth(jax.device_get(expected["state"]), 6))
 
 
-@pytest.mark.parametrize("form", [FORMS[0], pytest.param(FORMS[1], marks=pytest.mark.thorough)])
+@forms
 def test_vmap_equals_a_loop(form):
-    blocks = [block_of(form, seed) for seed in (0, 1)]
-    together = jax.jit(jax.vmap(functools.partial(tell, rollout_of(form))))(stacked(blocks))
-    for which, block in enumerate(blocks):
-        expected = jitted_tell(rollout_of(form), block)
-        assert_same(nth(jax.device_get(together), which), jax.device_get(expected))
+    added, places = told(form)[1], np.array([2, TIME - 1])
+    run = jax.vmap(functools.partial(operations, rollout_of(form)), (0, None))
+    together = jax.jit(run)(nth(added["state"], places), block_of(form))
+    assert_same(jax.device_get(together), nth(added, places))
 
 
 @forms
