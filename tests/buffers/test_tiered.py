@@ -124,10 +124,10 @@ def test_batches_are_those_of_a_buffer_on_the_device(case, tmp_path):
                 for tier, state in zip(tiers, states[:2], strict=True)
             ]
             states[2] = mapped(states[2], by)
-        if turn % 4 == 3:
+        if whole.autoreset and turn % 4 == 3:
             ended = rng.random(4) < 0.5
             change("end_streams", ended)
-        if turn == 9:
+        if whole.autoreset and turn == 9:
             change("drop", ended)
         if turn == 10:
             change("clear")
