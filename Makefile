@@ -119,7 +119,7 @@ NEWEST := .venv-python3.12 .venv-python3.13
 	touch $@
 
 COMPAT_TESTS := ((next_step] or items] or steps]) and (reused_and_gone or are_the_steps or in_place) or extend_equals \
-	or config9- or goes_on_to_the_last_bit and items or as_probable and (uniform or steps) or _loop or training_step)
+	or config9- or goes_on_to_the_last_bit and items or as_probable and (uniform or steps) or those_of_a_list)
 compat: $(OLDEST)/installed $(MIDDLE)/installed $(NEWEST:=/installed) $(VENV)/installed
 	set -e; for env in $(OLDEST) $(MIDDLE) $(NEWEST); do $$env/bin/python -c "import sys, jax; print('== Python', sys.version.split()[0], 'jax', jax.__version__)"; \
 	PYTHONPATH=$(CURDIR) JAXREPLAY_CACHE=off $$env/bin/python $(PYTEST) -k "$(COMPAT_TESTS)" $(FEW) tests/buffers/test_in_place.py tests/samplers/test_laws.py tests/compat; done

@@ -19,12 +19,11 @@ from stable_baselines3 import DQN, SAC, TD3
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 from jaxreplay import datasets, sb3
-from jaxreplay.buffers.jitted import options_here
-from jaxreplay.sb3 import columns, rows as rows_of
+from jaxreplay.sb3 import columns
 from tests.conftest import ALL, SOAK
 from tests.support.compilations import count_programs
-from tests.support.hlo import check_in_place
 from tests.support.refusals import refused
+from tests.support.replays import have_few_lengths
 from tests.support.sb3_streams import (
     ACTIONS,
     BOX,
@@ -82,8 +81,9 @@ def normalizer(observation_space, action_space, n_envs):
 
 
 @pytest.mark.parametrize(("observation", "action", "n_envs", "options"), CASES)
-def test_random_calls_give_what_theirs_give(observation, action, n_envs, options):
+def test_random_calls_give_what_theirs_give(observation, action, n_envs, options, monkeypatch):
     """With equal seeds the same batches, before their ring goes round."""
+    have_few_lengths(monkeypatch)
     spaces_, options = (OBSERVATIONS[observation], ACTIONS[action]), {"n_envs": n_envs, **options}
     kind = "NStepReplayBuffer" if "n_steps" in options else kind_of(spaces_[0])
     ours, other = pair(kind, *spaces_, **options)
@@ -116,9 +116,8 @@ def test_random_calls_give_what_theirs_give(observation, action, n_envs, options
             check_same(*batches, 1e-5 if kind == "NStepReplayBuffer" else 1e-6 if env else 0)
 
 
-@pytest.mark.parametrize("n_envs", [1, 3])
-def test_demonstrations_are_added(n_envs):
-    """Eleven transitions, of which 3 envs get the first once more; then a step of a run."""
+def test_demonstrations_are_added():
+    """Eleven transitions, of which 3 envs get the first once more."""
     lengths, episodes = (4, 5, 2), []
     for number, length in enumerate(lengths):
         obs = 10 * number + np.arange(length + 1, dtype=np.float32)[:, None]
@@ -126,7 +125,7 @@ def test_demonstrations_are_added(n_envs):
         is_end = number == 0
         flags = last & is_end, last & (not is_end)
         episodes.append(datasets.Episode(obs, np.tile(obs[:-1] / 100, 2), obs[:-1, 0], *flags))
-    ours = sb3.ReplayBuffer(60, NUMBER, BOX, n_envs=n_envs, handle_timeout_termination=True)
+    ours = sb3.ReplayBuffer(60, NUMBER, BOX, n_envs=3)
     ours.add_episodes(episodes)
     found = ours.sample(500)
     obs, after, done = (
@@ -136,7 +135,7 @@ def test_demonstrations_are_added(n_envs):
     assert sorted({*obs.tolist()}) == starts
     assert (after == obs + 1).all()
     assert (done == (obs == 3)).all()
-    assert ours.size() == -(-11 // n_envs)
+    assert ours.size() == 4
     with pytest.raises(ValueError, match="the episodes have no transitions"):
         ours.add_episodes([])
 
@@ -158,11 +157,22 @@ def test_a_long_run_compiles_nothing_after_its_first_steps():
     assert compiled() == 0
 
 
-def test_numbers_beyond_what_is_held_are_refused():
-    ours = sb3.ReplayBuffer(10, VECTOR, BOX)
-    for *step, _, infos in stream(VECTOR, BOX, 1, 25):
+def test_the_empty_buffer_and_numbers_beyond_what_is_held(monkeypatch):
+    have_few_lengths(monkeypatch)
+    ours, steps = sb3.ReplayBuffer(10, VECTOR, BOX), list(stream(VECTOR, BOX, 1, 25))
+    for _ in range(2):
+        with refused(r"nothing to sample yet.*learning_starts"):
+            ours.sample(5)
+        ours.extend(*zip(*steps[:6], strict=True))
+        assert (ours.size(), ours.pos) == (6, 6)
+        ours.reset()
+        assert (ours.size(), ours.pos, ours.full) == (0, 0, False)
+    ours.add(*steps[3])
+    assert torch.equal(ours.sample(5).observations[0], torch.as_tensor(steps[3][0][0]))
+    ours.reset()
+    for *step, _, infos in steps:
         ours.add(*step, np.ones(1, bool), infos)
-    assert len(ours._get_samples(np.arange(5)).rewards) == ours.size() == 5
+    assert len(ours._get_samples(np.arange(5))[0]) == ours.size() == 5
     for number in (5, 9, -1):
         with refused(rf"no transition {number}: the streams hold \[5\]", IndexError):
             ours._get_samples(np.array([0, number]))
@@ -172,8 +182,9 @@ def test_numbers_beyond_what_is_held_are_refused():
 @pytest.mark.parametrize(
     ("observation", "n_envs"), [("dict", 3), thorough("vector", 1), thorough("discrete", 3)]
 )
-def test_their_arrays_are_there(observation, n_envs):
+def test_their_arrays_are_there(observation, n_envs, monkeypatch):
     """Row by row as theirs, through a wrap; final rows take the place of the oldest transitions."""
+    have_few_lengths(monkeypatch)
     spaces_ = OBSERVATIONS[observation], ACTIONS["double"]
     ours, other = pair(kind_of(spaces_[0]), *spaces_, n_envs=n_envs, size=20 * n_envs)
 
@@ -286,20 +297,6 @@ def test_whole_runs_are_the_same(algorithm, env_id, n_steps):
     assert torch.equal(params, other_params)
 
 
-def test_reset_extend_and_the_empty_buffer():
-    ours = sb3.ReplayBuffer(50, VECTOR, BOX)
-    steps = list(stream(VECTOR, BOX, 1, 6))
-    for _ in range(2):
-        with refused(r"nothing to sample yet.*learning_starts"):
-            ours.sample(4)
-        ours.extend(*zip(*steps, strict=True))
-        assert (ours.size(), ours.pos) == (6, 6)
-        ours.reset()
-        assert (ours.size(), ours.pos, ours.full) == (0, 0, False)
-    ours.add(*steps[3])
-    assert torch.equal(ours.sample(4).observations[0], torch.as_tensor(steps[3][0][0]))
-
-
 def test_bad_options_are_refused():
     with refused("stored once here; leave out optimize_memory_usage"):
         sb3.ReplayBuffer(50, VECTOR, BOX, optimize_memory_usage=True)
@@ -345,9 +342,6 @@ def test_what_does_not_fit_is_named_and_changes_nothing():
     assert not len(ours._record)
 
 
-# The missing extra, and calls in place.
-
-
 def test_without_stable_baselines3_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "stable_baselines3", None)
     monkeypatch.delitem(sys.modules, "jaxreplay.sb3")
@@ -355,15 +349,3 @@ def test_without_stable_baselines3_the_error_names_the_extra(monkeypatch):
         r"jaxreplay.sb3 needs Stable-Baselines3: pip install 'jaxreplay\[sb3\]'", ImportError
     ):
         importlib.import_module("jaxreplay.sb3")
-
-
-@pytest.mark.thorough  # the methods of our buffers are in the table of in-place calls
-def test_an_add_and_a_sample_are_in_place():
-    ours = sb3.NStepReplayBuffer(1 << 16, VECTOR, BOX, n_envs=2, gamma=0.99)
-    steps = jax.tree.map(lambda leaf: np.zeros((4, 2, *leaf.shape), leaf.dtype), ours._example())
-    flags, rows = np.zeros((4, 2), bool), np.zeros((2, 8), np.int32)
-    options = {"num_elements": 1 << 16, **options_here()}
-    add = functools.partial(rows_of._add_and_read, ours._replay)
-    check_in_place(add, (ours._state, (steps, flags, flags), rows), donated=0, **options)
-    items = functools.partial(rows_of._items, ours._replay)
-    check_in_place(items, (ours._state, rows), **options)

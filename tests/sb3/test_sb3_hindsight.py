@@ -9,21 +9,19 @@ import pytest
 import torch
 from gymnasium import spaces
 from scipy import stats
-from stable_baselines3 import DQN
-from stable_baselines3.common.env_util import make_vec_env
-from stable_baselines3.common.envs import BitFlippingEnv
 
 from jaxreplay import sb3
-from jaxreplay.sb3 import hindsight
 from jaxreplay.stateful import owner
-from tests.conftest import SOAK
-from tests.support.hlo import check_in_place
 from tests.support.refusals import refused, warned
+from tests.support.replays import have_few_lengths
 
 thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 ONE = spaces.Box(-np.inf, np.inf, (1,), np.float64)
 SPACE = spaces.Dict(observation=ONE, achieved_goal=ONE, desired_goal=ONE)
 ACTION = spaces.Box(-1, 1, (2,))
+
+
+_few_lengths = pytest.fixture(autouse=True)(have_few_lengths)
 
 
 class Env:
@@ -83,7 +81,7 @@ def numbers_with_their_infos(buffer):
     return set((obs % 1000).int().tolist())
 
 
-@pytest.mark.parametrize("strategy", ["future", "final", "episode"])
+@pytest.mark.parametrize("strategy", ["future", thorough("final"), "episode"])
 def test_goals_are_of_the_episode(strategy):
     buffer = make(goal_selection_strategy=strategy)
     fill(buffer, 30)
@@ -142,7 +140,7 @@ def test_priorities_decide_what_is_drawn():
     assert torch.equal(batch.rewards[800:, 0], -(achieved - goal).abs()[800:].float())
     buffer.update_priorities(batch.indices, np.zeros(4000))
     with refused("every priority is 0, so nothing can be sampled; use a positive epsilon"):
-        buffer.sample(8)
+        buffer.sample(4000)
 
 
 def test_after_a_failed_add_each_step_has_its_infos(monkeypatch):
@@ -224,41 +222,3 @@ def test_an_episode_may_end_where_the_buffer_was_saved():
         fill(each, 5, start=15)
         _, obs, goal = drawn(each)
         assert float((goal - obs)[NUM_REAL:][obs[NUM_REAL:] % 1000 >= 10].max()) == longest
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("model", [DQN, sb3.PrioritizedDQN])
-def test_dqn_learns_to_flip_bits(model):
-    """The bit-flipping example of the paper, with Stable-Baselines3's unmodified DQN and env, and
-    with priorities; a short run goes through it all, and does not learn yet."""
-    kind = sb3.HerReplayBuffer if model is DQN else sb3.PrioritizedHerReplayBuffer
-    bits, steps = (8, 12_000) if SOAK else (4, 1500)
-    env = make_vec_env(lambda: BitFlippingEnv(n_bits=bits, continuous=False), n_envs=1, seed=0)
-    model = model(
-        "MultiInputPolicy",
-        env,
-        replay_buffer_class=kind,
-        replay_buffer_kwargs={"n_sampled_goal": 4},
-        learning_starts=100,
-        train_freq=1,
-        buffer_size=5000,
-        seed=3,
-        exploration_fraction=0.3,
-        target_update_interval=200,
-        learning_rate=1e-3,
-        policy_kwargs={"net_arch": [64]},
-        device="cpu",
-    )
-    model.learn(steps)
-    assert model.replay_buffer.size() == min(steps, 5000)
-    assert np.mean(model.ep_success_buffer) >= 0.9
-
-
-@pytest.mark.thorough
-def test_a_draw_is_in_place():
-    buffer, seed = make(1 << 16, n_envs=1), np.uint32(0)
-    check_in_place(
-        lambda state: hindsight._draw(2, 6)(buffer._replay, state, (seed, seed)),
-        (buffer._state,),
-        num_elements=1 << 16,
-    )

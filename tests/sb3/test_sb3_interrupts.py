@@ -1,5 +1,6 @@
 """Ctrl-C at any moment of a call of a drop-in buffer: no row is lost, torn or stored twice."""
 
+import os
 import signal
 
 import jax
@@ -18,9 +19,11 @@ from tests.support.interrupting import (
     waits_before_interrupts,
 )
 from tests.support.refusals import check_refused
+from tests.support.replays import have_few_lengths
 from tests.support.sb3_streams import NUMBER
 
 LENGTH = 64
+_few_lengths = pytest.fixture(autouse=True)(have_few_lengths)
 
 
 def make(kind="ReplayBuffer"):
@@ -80,11 +83,7 @@ def test_an_interrupt_at_any_line_of_an_add_leaves_each_row_its_own_infos():
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        "ReplayBuffer",
-        "PrioritizedReplayBuffer",
-        pytest.param("HerReplayBuffer", marks=pytest.mark.thorough),
-    ],
+    ["PrioritizedReplayBuffer", pytest.param("HerReplayBuffer", marks=pytest.mark.thorough)],
 )
 def test_an_interrupt_while_buffers_are_compared_is_one(kind):
     def calls():
@@ -112,6 +111,16 @@ def test_an_interrupt_at_a_random_moment_loses_nothing():
         count = num_stored(buffer, 1 + num_calls_until_interrupt(act, seconds))
         act(count - 1)
         assert num_stored(buffer, count) == count + 1
+
+
+def test_a_forked_process_gets_an_error_and_does_not_hang(monkeypatch):
+    buffer = make()
+    add(buffer, 0)
+    calls = [lambda: add(buffer, 1), lambda: buffer.sample(4), buffer.size, buffer.reset]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -1)
+        check_refused("was forked from it.*spawn", *calls, error=RuntimeError)
+    assert num_stored(buffer, 1) == 1
 
 
 @pytest.mark.parametrize("when", ["before", "during"])

@@ -12,9 +12,11 @@ from jaxreplay import sb3
 from jaxreplay.storage import ring
 from tests.sb3 import test_sb3_hindsight as hindsight, test_sb3_saves as saves
 from tests.support.refusals import refused
+from tests.support.replays import have_few_lengths
 from tests.support.sb3_streams import BOX, DICT, VECTOR, added_to, check_same, sampled, stream
 
 SIZE = 60
+_few_lengths = pytest.fixture(autouse=True)(have_few_lengths)
 thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 KINDS = {
     "dict": lambda **rows: sb3.DictReplayBuffer(SIZE, DICT, BOX, n_envs=3, **rows),

@@ -36,9 +36,9 @@ def sac():
     return SAC("MlpPolicy", env, replay_buffer_class=sb3.ReplayBuffer, **small())
 
 
-def her():
+def her(model=DQN, kind=sb3.HerReplayBuffer):
     env = BitFlippingEnv(n_bits=3, continuous=False)
-    return DQN("MultiInputPolicy", env, replay_buffer_class=sb3.HerReplayBuffer, **small())
+    return model("MultiInputPolicy", env, replay_buffer_class=kind, **small())
 
 
 MODELS = {
@@ -52,6 +52,7 @@ MODELS = {
     "two envs": functools.partial(dqn, num_envs=2),
     "sac": sac,
     "her": her,
+    "her with priorities": lambda: her(sb3.PrioritizedDQN, sb3.PrioritizedHerReplayBuffer),
 }
 
 
@@ -63,10 +64,7 @@ def params_of(model):
     "name",
     [
         "two envs",
-        *(
-            pytest.param(name, marks=pytest.mark.thorough)
-            for name in ("priorities", "dqn", "sac", "her")
-        ),
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in MODELS if name != "two envs"),
     ],
 )
 def test_a_resumed_run_ends_as_one_without_a_break(name, tmp_path):

@@ -17,7 +17,15 @@ from jaxreplay.buffers import memory
 from jaxreplay.stateful.rate_limiter import RatioLimiter
 from tests.conftest import SOAK
 from tests.support.refusals import refused
-from tests.support.replays import PRIORITIZED, damaged, make, output_of, step, unchanged
+from tests.support.replays import (
+    PRIORITIZED,
+    damaged,
+    have_few_lengths,
+    make,
+    output_of,
+    step,
+    unchanged,
+)
 from tests.support.sampling import assert_same
 
 LONG = 120.0  # seconds; only a call that hangs takes longer
@@ -155,12 +163,13 @@ def test_batches_that_were_drawn_ahead_are_the_same():
     ("rows", "ahead"),
     [("device", 2), pytest.param("host", 0, marks=pytest.mark.thorough)],
 )
-def test_batches_that_were_drawn_ahead_are_saved(rows, ahead, tmp_path):
+def test_batches_that_were_drawn_ahead_are_saved(rows, ahead, tmp_path, monkeypatch):
     """Rows were added, and priorities changed, since they were drawn."""
-    whole, stopped = (
-        jr.Replay(make(**PRIORITIZED).buffer, seed=0, framework="numpy", prefetch=2, rows=rows)
-        for _ in range(2)
+    have_few_lengths(monkeypatch)
+    made = lambda prefetch: jr.Replay(
+        make(**PRIORITIZED).buffer, seed=0, framework="numpy", prefetch=prefetch, rows=rows
     )
+    whole, stopped, again = map(made, (2, 2, ahead))
 
     for replay in (whole, stopped):
         for t in range(5):
@@ -169,7 +178,6 @@ def test_batches_that_were_drawn_ahead_are_saved(rows, ahead, tmp_path):
                 batch = replay.sample()
                 replay.update_priorities(batch.index, batch.experience.reward)
     stopped.save(tmp_path / "replay", extras={"weights": np.ones(3)})
-    again = jr.Replay(stopped.buffer, seed=0, framework="numpy", prefetch=ahead, rows=rows)
     again.load(tmp_path / "replay")
     for _ in range(4):
         assert_same(again.sample(), whole.sample())
@@ -272,13 +280,10 @@ import os, sys, warnings
 warnings.simplefilter("ignore")
 import numpy as np, jaxreplay as jr
 
-flag, zero = np.zeros(1, bool), np.zeros(1)
-replay = jr.Replay(
-    jr.prioritized(capacity=10, num_envs=1, batch_size=4, autoreset="next_step"), prefetch=2
-)
-add = lambda: replay.add(obs=zero, action=zero, reward=zero, terminated=flag, truncated=flag)
+buffer = jr.items(capacity=10, batch_size=4, sampler=jr.Prioritized())
+replay = jr.Replay(buffer, example=np.float32(0), prefetch=2)
 calls = [
-    add,
+    lambda: replay.add(np.float32(1)),
     replay.sample,
     lambda: len(replay),
     replay.can_sample,
@@ -288,22 +293,8 @@ calls = [
     lambda: replay.update_priorities({"row": [0], "lap": [0]}, [1.0]),
     replay.close,
 ]
-for _ in range(3):
-    add()
+calls[0]()
 replay.sample(timeout=60)
-try:
-    from jaxreplay import sb3
-except ImportError:  # the sb3 extra is not installed
-    adds = [add]
-else:
-    from gymnasium import spaces
-
-    theirs = sb3.ReplayBuffer(10, spaces.Box(-1, 1, (1,)), spaces.Discrete(2))
-    obs = np.zeros((1, 1), np.float32)
-    adds = [add, lambda: theirs.add(obs, obs, np.zeros(1, int), zero, flag, [{}])]
-    adds[1]()
-    theirs.sample(2)
-    calls += [adds[1], lambda: theirs.sample(2), theirs.reset]
 if (pid := os.fork()) == 0:
     for call in calls:
         try:
@@ -314,8 +305,7 @@ if (pid := os.fork()) == 0:
     sys.stdout.flush()
     os._exit(0)  # JAX's own end crashes here
 assert os.waitpid(pid, 0)[1] == 0
-for add in adds:
-    add()
+calls[0]()
 print("whole")
 """
 

@@ -29,7 +29,8 @@ def doubled(given, after, factor):
 
 
 def calls_of(replay, path):
-    """Return calls of all methods of a replay, by their names, and what they return."""
+    """Return calls of all methods of a replay, by their names. Steps have the shapes of those of
+    `test_random_calls_are_those_of_the_functional_buffer`, with the same programs."""
     one_env = jax.tree.map(lambda leaf: leaf[:, 0], block(0, 5))
     obs, no = one_env["obs"], np.zeros(4, bool)
     episode = Episode(obs, one_env["action"][:4], one_env["reward"][:4], no, no)
@@ -38,14 +39,14 @@ def calls_of(replay, path):
     batches = []
 
     def adds():
-        for t in range(3):
+        for t in range(2):
             replay.add(step(t))
         replay.add(step(3), mask=one, priority=[1.0, 2.0, 3.0])
-        replay.add(nth(step(4), 0), env=0)
-        replay.add(on_device(step(5)))
-        replay.add(on_device(nth(step(6), 0)), env=0)
-        replay.add(nth(step(7), [2, 0]), envs=[2, 0])
-        replay.add(block(8, 4))
+        replay.add(nth(step(4), 0), env=0, priority=np.ones(()))
+        replay.add(on_device(step(5)), mask=one, priority=np.ones(NUM_ENVS))
+        replay.add(on_device(nth(step(6), 0)), env=0, priority=np.ones(()))
+        replay.add(nth(step(7), [2, 0]), envs=[2, 0], priority=np.ones(2))
+        replay.add(block(8, 2))
         return len(replay)
 
     def samples():
@@ -78,7 +79,7 @@ def calls_of(replay, path):
 
 @pytest.mark.parametrize("rows", ["device", "host"])
 def test_a_replay_moves_what_it_is_given_also_where_a_guard_forbids_it(rows, guard, tmp_path):
-    buffer = make(**PRIORITIZED, allow_write=True).buffer
+    buffer = make(**PRIORITIZED).buffer
     replay = jr.Replay(buffer, rows=rows)
     calls = calls_of(replay, tmp_path / "replay")
     # the buffer keeps no table, and actors are in processes of their own

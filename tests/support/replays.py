@@ -8,13 +8,14 @@ import jax
 import numpy as np
 
 import jaxreplay as jr
+from jaxreplay.host import staging
+from tests.conftest import ALL
 from tests.support.sampling import assert_same
 from tests.support.steps import stacked
 
 NUM_ENVS = 3
 # Options of `make`, shared by the tests so that they share programs.
-PRIORITIZED = {"sampler": jr.Prioritized(), "allow_mask": True}
-QUEUE = {"sampler": jr.Queue(), "batch_size": 4}
+PRIORITIZED = {"sampler": jr.Prioritized(), "allow_mask": True, "allow_write": True}
 _OF_REPLAY = ["example", "seed", "framework", "device", "prefetch", "samples_per_insert", "timeout"]
 
 
@@ -43,6 +44,14 @@ def step(t, axes=(NUM_ENVS,)):
 
 
 EXAMPLE = step(0, ())
+
+
+def have_few_lengths(monkeypatch):
+    """Have at most three steps wait, and blocks of 1 and 2 added: each length has programs of its
+    own, which `make test-all` compiles."""
+    if not ALL:
+        monkeypatch.setattr(staging, "_MOST_STEPS", 3)
+        monkeypatch.setattr(staging, "_OWN_LENGTHS", 0)
 
 
 def block(start, length):
