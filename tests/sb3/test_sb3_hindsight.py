@@ -13,7 +13,7 @@ from scipy import stats
 from jaxreplay import sb3
 from jaxreplay.stateful import owner
 from tests.support.refusals import refused, warned
-from tests.support.replays import have_few_lengths
+from tests.support.replays import have_one_length
 
 thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 ONE = spaces.Box(-np.inf, np.inf, (1,), np.float64)
@@ -21,7 +21,7 @@ SPACE = spaces.Dict(observation=ONE, achieved_goal=ONE, desired_goal=ONE)
 ACTION = spaces.Box(-1, 1, (2,))
 
 
-_few_lengths = pytest.fixture(autouse=True)(have_few_lengths)
+_one_length = pytest.fixture(autouse=True)(have_one_length)
 
 
 class Env:

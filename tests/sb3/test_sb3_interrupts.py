@@ -19,11 +19,11 @@ from tests.support.interrupting import (
     waits_before_interrupts,
 )
 from tests.support.refusals import check_refused
-from tests.support.replays import have_few_lengths
+from tests.support.replays import have_one_length
 from tests.support.sb3_streams import NUMBER
 
 LENGTH = 64
-_few_lengths = pytest.fixture(autouse=True)(have_few_lengths)
+_one_length = pytest.fixture(autouse=True)(have_one_length)
 
 
 def make(kind="ReplayBuffer"):

@@ -11,10 +11,12 @@ from stable_baselines3 import DQN
 
 from jaxreplay import sb3
 from tests.support.refusals import refused
+from tests.support.replays import have_one_length
 from tests.support.sb3_streams import BOX, NUMBER, added_to, numbered, params_of
 
+_one_length = pytest.fixture(autouse=True)(have_one_length)
 OPTIONS = {
-    "learning_starts": 10,
+    "learning_starts": 0,
     "train_freq": 1,
     "buffer_size": 500,
     "seed": 0,
@@ -123,14 +125,14 @@ def test_prioritized_dqn_with_alpha_0_and_beta_0_is_dqn():
 
     kwargs = {"alpha": 0.0, "gamma": 0.99}
     model = prioritized_dqn(beta=0.0, replay_buffer_class=Recorded, replay_buffer_kwargs=kwargs)
-    plain = DQN("MlpPolicy", "CartPole-v1", **OPTIONS)
+    plain = DQN("MlpPolicy", "CartPole-v1", **OPTIONS | {"learning_starts": 10})
     plain.policy.load_state_dict(model.policy.state_dict())
     model.learn(20)
-    assert len(batches) == 10
+    assert len(batches) == 20
     assert all(batch.weights.eq(1).all() for batch in batches)
     plain.learn(1)
     plain.replay_buffer = Replayed()
-    plain.train(10, 32)
+    plain.train(20, 32)
     torch.testing.assert_close(params_of(plain), params_of(model))
 
 

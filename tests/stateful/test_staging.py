@@ -8,7 +8,7 @@ from jaxreplay.host.staging import Staging
 from jaxreplay.stateful import owner
 from tests.conftest import ALL
 from tests.support.compilations import count_programs
-from tests.support.replays import check_same, make, on_device, step
+from tests.support.replays import check_same, make, step
 
 
 def test_a_loop_runs_one_program_for_its_adds_and_its_sample(monkeypatch):
@@ -58,24 +58,6 @@ def test_steps_of_one_env_or_of_some_wait_too(rows, monkeypatch):
     monkeypatch.setattr(replay._owner, "_change", lambda *given, **options: calls.append(given))
     loop(64)
     assert len(calls) == 2
-
-
-def final(t, axes):
-    given = step(t, axes)
-    return {**given, "final_obs": given["obs"]}
-
-
-def test_a_buffer_whose_steps_end_in_two_rows_needs_no_masks():
-    example = final(0, ())
-    waits, at_once = (make(2, 16, autoreset="same_step", example=example) for _ in range(2))
-    for replay, hand in ((waits, dict), (at_once, on_device)):
-        for t in (4, 8, 12):
-            replay.add(hand(final(t, ())), env=0)
-            mask = np.array([t != 8, t == 8])
-            replay.add(hand(final(t + 1, (2,))), envs=[1, 0], mask=mask)
-        assert len(replay._owner._staging) == (6 if replay is waits else 0)
-    check_same(waits, at_once)
-    assert len(waits) == 3 + 1  # all but the newest step of each env
 
 
 def test_steps_of_other_envs_share_a_time_and_none_comes_before_an_earlier_one():

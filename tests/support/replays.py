@@ -46,12 +46,17 @@ def step(t, axes=(NUM_ENVS,)):
 EXAMPLE = step(0, ())
 
 
-def have_few_lengths(monkeypatch):
+def have_few_lengths(monkeypatch, most=3):
     """Have at most three steps wait, and blocks of 1 and 2 added: each length has programs of its
     own, which `make test-all` compiles."""
     if not ALL:
-        monkeypatch.setattr(staging, "_MOST_STEPS", 3)
+        monkeypatch.setattr(staging, "_MOST_STEPS", most)
         monkeypatch.setattr(staging, "_OWN_LENGTHS", 0)
+
+
+def have_one_length(monkeypatch):
+    """Have one step wait."""
+    have_few_lengths(monkeypatch, 1)
 
 
 def block(start, length):
