@@ -146,6 +146,7 @@ def test_priorities_decide_what_is_drawn():
 def test_after_a_failed_add_each_step_has_its_infos(monkeypatch):
     buffer = make(copy_info_dict=True)
     fill(buffer, 20)
+    drawn(buffer)
 
     def fails(*arguments):
         raise MemoryError("no room for a program")

@@ -220,7 +220,7 @@ def test_random_calls_are_those_of_the_functional_buffer(
     name, kinds, framework, seed, tmp_path_factory, monkeypatch
 ):
     """Whatever waits on the host, in whichever arrays; with equal seeds, also after a load."""
-    have_few_lengths(monkeypatch)
+    have_few_lengths(monkeypatch, 2)
     again = lambda: make(**BUFFERS[name], framework=framework, seed=SEED)
     both = Both(again(), np.random.default_rng(seed))
     for kind in ["add", *kinds, "look", "sample"]:

@@ -47,8 +47,8 @@ EXAMPLE = step(0, ())
 
 
 def have_few_lengths(monkeypatch, most=3):
-    """Have at most three steps wait, and blocks of 1 and 2 added: each length has programs of its
-    own, which `make test-all` compiles."""
+    """Have few steps wait, and blocks of 1 and 2 added: each length has programs of its own, which
+    `make test-all` compiles."""
     if not ALL:
         monkeypatch.setattr(staging, "_MOST_STEPS", most)
         monkeypatch.setattr(staging, "_OWN_LENGTHS", 0)
