@@ -1,7 +1,7 @@
-"""Print as JSON the peak memory of saves, a restore and a resize, beside the state.
+"""Print as JSON the peak memory of saves and a restore, beside the state.
 
-Usage: `python checkpoint_memory.py PATH GIGABYTES ROW_BYTES [all]`. With `all`, also those of a
-buffer with priorities, a mask and episodes.
+Usage: `python checkpoint_memory.py PATH GIGABYTES ROW_BYTES [all]`. With `all`, also those of
+resizes, and of a buffer with priorities, a mask and episodes.
 """
 
 import ctypes
@@ -82,7 +82,7 @@ def resized(path, count, row):
     return saved, extra - sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
 
-def main(path, gigabytes, row):
+def main(path, gigabytes, row, with_resizes):
     example = jax.ShapeDtypeStruct((row,), jnp.uint8)
     capacity, peaks = int(gigabytes * 1e9) // row, {}
     replay, larger = (
@@ -117,10 +117,11 @@ def main(path, gigabytes, row):
     state = measured("restore", restore, capacity * row)
     assert int(jnp.sum(state.rows.steps[::97].astype(jnp.uint32))) == total
     del state
-    restore = lambda: jax.block_until_ready(saver("large", larger).restore(example))
-    restore()  # compiles
-    state = measured("resize", restore, larger.capacity * row)
-    assert int(larger.size(state)) == capacity
+    if with_resizes:
+        restore = lambda: jax.block_until_ready(saver("large", larger).restore(example))
+        restore()  # compiles
+        state = measured("resize", restore, larger.capacity * row)
+        assert int(larger.size(state)) == capacity
     return {
         "peaks": peaks,
         "state": capacity * row,
@@ -131,8 +132,9 @@ def main(path, gigabytes, row):
 
 if __name__ == "__main__":
     path, gigabytes, row = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
-    found = main(path, gigabytes, row)
-    if sys.argv[4:] == ["all"]:
+    with_resizes = sys.argv[4:] == ["all"]
+    found = main(path, gigabytes, row, with_resizes)
+    if with_resizes:
         resized(f"{path}/resized/small", 10_000, 20)  # loads what the measured call shares
         found["peaks"]["rows_save"], found["peaks"]["rows_resize"] = resized(
             f"{path}/resized/large", 8_000_000 if row < 1000 else 1_000_000, 20
