@@ -65,28 +65,12 @@ def prioritized(capacity=60, **changes):
     )
 
 
-def near(achieved, goal, step):
-    return -jnp.abs(achieved - goal).sum()
-
-
-def hindsight(**changes):
-    keys = {"achieved_key": "at", "desired_key": "goal"}
-    return jr.hindsight(uniform(), near, **keys | changes)
-
-
 CHANGES = {
     "larger, with priorities": (prioritized(), prioritized(capacity=200, alpha=0.9)),
     "smaller, n_step, mask": (uniform(), uniform(capacity=40, n_step=3, allow_mask=True)),
-    "fewer n_step": (uniform(n_step=3), uniform(gamma=0.9)),
     "no mask": (uniform(allow_mask=True), uniform(min_size=9)),
-    "track_episodes": (uniform(), uniform(track_episodes=True)),
-    "autoreset": (uniform(), uniform(autoreset="next_step")),
-    "stratified": (prioritized(), prioritized(stratified=False)),
     "new priorities": (uniform(), prioritized()),
     "without priorities": (prioritized(capacity=200), uniform()),
-    "relabel_fraction": (hindsight(), hindsight(relabel_fraction=0.5, strategy="episode")),
-    "hindsight": (uniform(), hindsight()),
-    "fewer envs": (uniform(), uniform(num_envs=1)),
     "more envs": (uniform(), uniform(capacity=240, num_envs=4)),
 }
 OFTEN = ("larger, with priorities", "smaller, n_step, mask")
@@ -129,14 +113,7 @@ def test_a_changed_buffer_restores_what_it_adopts(change, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"num_envs": 1},
-        pytest.param({"num_envs": 3, "track_episodes": False}, marks=pytest.mark.thorough),
-        pytest.param({"autoreset": "same_step"}, marks=pytest.mark.thorough),
-        {"autoreset": "same_step", "n_step": 2},
-    ],
-    ids=str,
+    "changes", [{"num_envs": 1}, {"autoreset": "same_step", "n_step": 2}], ids=str
 )
 def test_tracked_episodes_come_along(changes, tmp_path):
     """A final row that env 1 owes does not come with another autoreset."""

@@ -108,7 +108,7 @@ def test_an_interrupt_at_any_line_of_a_save_leaves_what_there_was(kind, tmp_path
     one = begun()
     # also between the manifest and the end
     always = [("checkpointer", "_write")] * (kind == "second")
-    for nth in moments(lambda: save(one), kind, 8, always):
+    for nth in moments(lambda: save(one), kind, 4, always):
         checkpointer = begun()
         with warnings.catch_warnings(action="error"):
             interrupted_at(functools.partial(save, checkpointer), nth, counts=is_ours)
@@ -163,7 +163,7 @@ def test_an_interrupt_while_threads_wait_for_each_other_leaves_no_lock(kind, tmp
     numbers = itertools.count()
 
     def begun():
-        checkpointer = Checkpointer(tmp_path / str(next(numbers)), BUFFER, chunk_bytes=2000)
+        checkpointer = Checkpointer(tmp_path / str(next(numbers)), BUFFER, chunk_bytes=4000)
         if kind == "restore":
             checkpointer.save(state, 37)
         return checkpointer
@@ -193,10 +193,15 @@ def test_an_interrupt_at_a_random_moment_of_a_save_leaves_what_there_was(tmp_pat
     r, states = random.Random(0), {end: state_of(end) for end in (37, 30)}
     checkpointer = Checkpointer(tmp_path, BUFFER, chunk_bytes=1000)
     checkpointer.save(states[30], 30)
-    num_threads, num_interrupted = threading.active_count() + 1, 0
-    for trial in range(300 if SOAK else 15):
-        timer = threading.Timer(r.random() * 0.03, lambda: signal.raise_signal(signal.SIGINT))
-        end = 37 - 7 * (trial % 2)
+    begin = time.monotonic()
+    checkpointer.save(states[37], 37)
+    seconds, num_threads = time.monotonic() - begin, threading.active_count() + 1
+    num_trials = num_interrupted = 0
+    while num_interrupted < (200 if SOAK else 20 if ALL else 4):
+        timer = threading.Timer(r.random() * seconds, lambda: signal.raise_signal(signal.SIGINT))
+        end = 30 + 7 * (num_trials % 2)
+        num_trials += 1
+        assert num_trials < 1000
         try:
             timer.start()
             checkpointer.save(states[end], end)
@@ -204,25 +209,23 @@ def test_an_interrupt_at_a_random_moment_of_a_save_leaves_what_there_was(tmp_pat
         except KeyboardInterrupt:
             num_interrupted += 1
         check_goes_on(checkpointer, 30, {30, 37}, num_threads)
-    assert num_interrupted > 5
 
 
-@pytest.mark.parametrize("salvage", [False, True])
-def test_an_interrupt_at_any_line_of_a_restore_leaves_no_thread(salvage, tmp_path):
+def test_an_interrupt_at_any_line_of_a_restore_leaves_no_thread(tmp_path):
     checkpointer = Checkpointer(tmp_path, BUFFER, chunk_bytes=4000)
     save_run(checkpointer, 30)
-    restore = lambda: checkpointer.restore(EXAMPLE, allow_partial=salvage)
+    restore = lambda: checkpointer.restore(EXAMPLE)
     restore()
     num_threads = threading.active_count()
     ends = [("threads", "end")]
-    for nth in moments(restore, 0, 8, ends):
+    for nth in moments(restore, 0, 3, ends):
         interrupted_at(restore, nth, counts=is_ours)
         check_goes_on(checkpointer, 30, {30}, num_threads)
 
 
 def test_an_interrupt_at_any_line_of_a_replay_s_load_leaves_its_rows(tmp_path):
     replay_of(9).save(tmp_path)
-    for nth in moments(functools.partial(replay_of(4).load, tmp_path), 0, 12):
+    for nth in moments(functools.partial(replay_of(4).load, tmp_path), 0, 6):
         other = replay_of(4)
         interrupted_at(functools.partial(other.load, tmp_path), nth, counts=is_ours)
         assert len(other) in (16, 36)
@@ -236,8 +239,8 @@ def test_an_interrupt_at_any_line_of_a_replay_s_load_leaves_its_rows(tmp_path):
 def test_interrupted_saves_hold_no_memory(tmp_path):
     """Interrupt saves while their threads start: each once kept a copy of the buffer."""
     run = jr.jit(jr.items(capacity=1024, batch_size=8))
-    state = run.extend(run.init(np.zeros(2**14)), np.ones((1024, 1, 2**14), np.float32))
-    checkpointer = Checkpointer(tmp_path, run.buffer, chunk_bytes=2**21, compression_level=None)
+    state = run.extend(run.init(np.zeros(2**13)), np.ones((1024, 1, 2**13), np.float32))
+    checkpointer = Checkpointer(tmp_path, run.buffer, chunk_bytes=2**20, compression_level=None)
 
     save = functools.partial(checkpointer.save, state)
 
@@ -253,6 +256,6 @@ def test_interrupted_saves_hold_no_memory(tmp_path):
     for nth in range(start + 1, stop + 1, 1 if SOAK else 16 if ALL else 40):
         interrupted_at(save, nth, counts=is_ours)
     assert threading.active_count() <= num_threads
-    assert resident() - before < 2**25  # the buffer has 64 MiB
+    assert resident() - before < 2**24  # the buffer has 32 MiB
     save()
     check_intact(checkpointer.verify())
