@@ -21,10 +21,10 @@ from tests.support.steps import nth
 NUM_ENVS, TIME = 2, 70
 
 
-def steps_of(num_envs=NUM_ENVS):
-    time = np.arange(TIME, dtype=np.float32)[:, None] + 100 * np.arange(num_envs, dtype=np.float32)
+def steps_of():
+    time = np.arange(TIME, dtype=np.float32)[:, None] + np.float32([0, 100])
     done = np.random.default_rng(0).random(time.shape)
-    obs = {"at": time[..., None] % 5, "goal": -time[..., None], "time": time}
+    obs = {"at": time[..., None] % 5, "time": time}
     return jr.Step(
         obs=obs,
         action=time,
@@ -39,41 +39,31 @@ STEPS = steps_of()
 EXAMPLE = nth(STEPS, (0, 0))
 
 
-def fed(buffer, times=1):
-    """Return a state after the steps, some of whose priorities were updated."""
-    state = jitted(buffer, "init")(EXAMPLE)
-    for _ in range(times):
-        state = jitted(buffer, "extend")(state, STEPS)
-    if isinstance(buffer.sampler, jr.Prioritized):
-        index = jitted(buffer, "get")(state, np.arange(9)).index
-        state = jitted(buffer, "update_priorities")(state, index, np.arange(9, dtype=np.float32))
-    return state
+def transitions(capacity=60, num_envs=NUM_ENVS, autoreset="same_step", **options):
+    sizes = {"capacity": capacity, "num_envs": num_envs, "batch_size": 16}
+    return jr.transitions(**sizes, autoreset=autoreset, **{"track_episodes": True} | options)
 
 
-def uniform(**changes):
-    options = {"capacity": 60, "num_envs": NUM_ENVS, "batch_size": 16, "autoreset": "same_step"}
-    return jr.uniform(**options | changes)
-
-
-def prioritized(capacity=60, **changes):
-    return jr.transitions(
-        capacity=capacity,
-        num_envs=NUM_ENVS,
-        batch_size=16,
-        autoreset="same_step",
-        sampler=jr.Prioritized(**changes),
-    )
-
-
-CHANGES = {
-    "larger, with priorities": (prioritized(), prioritized(capacity=200, alpha=0.9)),
-    "smaller, n_step, mask": (uniform(), uniform(capacity=40, n_step=3, allow_mask=True)),
-    "no mask": (uniform(allow_mask=True), uniform(min_size=9)),
-    "new priorities": (uniform(), prioritized()),
-    "without priorities": (prioritized(capacity=200), uniform()),
-    "more envs": (uniform(), uniform(capacity=240, num_envs=4)),
+PRIORITIZED = {"sampler": jr.Prioritized()}
+OLD = transitions(**PRIORITIZED)
+NEW = {
+    "larger": transitions(200, sampler=jr.Prioritized(alpha=0.9)),
+    "smaller, n_step, mask, without priorities": transitions(40, n_step=3, allow_mask=True),
+    "fewer envs": transitions(num_envs=1),
+    "no table": transitions(track_episodes=False, **PRIORITIZED),
+    "more envs": transitions(240, num_envs=4, **PRIORITIZED),
 }
-OFTEN = ("larger, with priorities", "smaller, n_step, mask")
+
+
+@functools.cache
+def fed():
+    """Return a state after many steps, some of whose priorities were updated. 22 episodes of env 1
+    have begun, and a ring of a smaller buffer has 20 rows."""
+    state = jitted(OLD, "init")(EXAMPLE)
+    while int(state.counters.ordinal.max()) < 20:
+        state = jitted(OLD, "extend")(state, STEPS)
+    index = jitted(OLD, "get")(state, np.arange(9)).index
+    return jitted(OLD, "update_priorities")(state, index, np.arange(9, dtype=np.float32))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -104,43 +94,28 @@ def check_adopts(path, old, new, state, example=EXAMPLE):
 
 @pytest.mark.parametrize(
     "change",
-    [pytest.param(name, marks=[pytest.mark.thorough] * (name not in OFTEN)) for name in CHANGES],
+    [*list(NEW)[:3], *(pytest.param(name, marks=pytest.mark.thorough) for name in list(NEW)[3:])],
 )
 def test_a_changed_buffer_restores_what_it_adopts(change, tmp_path):
-    old, new = CHANGES[change]
-    example = EXAMPLE if new.autoreset == "same_step" else EXAMPLE.replace(final_obs=None)
-    check_adopts(tmp_path, old, new, fed(old), example)
+    new = NEW[change]
+    states = check_adopts(tmp_path, OLD, new, fed())
+    if new.capacity < OLD.capacity:
+        assert int(states[0].counters.ordinal.max()) < 20  # else its entries are the next env's
+        for steps in (nth(STEPS, slice(9)), nth(STEPS, slice(9, 18))):
+            states = [jitted(new, "extend")(one, steps) for one in states]
+            assert bits(told(new, states[0])) == bits(told(new, states[1]))
 
 
-@pytest.mark.parametrize(
-    "changes", [{"num_envs": 1}, {"autoreset": "same_step", "n_step": 2}], ids=str
-)
-def test_tracked_episodes_come_along(changes, tmp_path):
-    """A final row that env 1 owes does not come with another autoreset."""
+def test_a_final_row_that_is_owed_does_not_come_with_another_autoreset(tmp_path):
     last = np.arange(TIME)[:, None] == TIME - 1
     steps = STEPS.replace(
         terminated=(STEPS.terminated & ~last) | (last & np.array([False, True])),
         truncated=STEPS.truncated & ~last,
         final_obs=None,
     )
-    given = {"autoreset": "next_step", "track_episodes": True}
-    old, new = uniform(**given), uniform(**given | changes)
-    example = nth(steps, (0, 0))
-    state = jitted(old, "extend")(jitted(old, "init")(example), steps)
-    check_adopts(tmp_path, old, new, state, EXAMPLE if new.autoreset == "same_step" else example)
-
-
-def test_tracked_episodes_of_a_smaller_ring_stay_those_of_their_env(tmp_path):
-    """22 episodes of env 1 have begun, and its new ring has 20 rows."""
-    old, new = (uniform(capacity=capacity, track_episodes=True) for capacity in (60, 40))
-    state = fed(old)
-    while int(state.counters.ordinal.max()) < 20:
-        state = jitted(old, "extend")(state, STEPS)
-    states = check_adopts(tmp_path, old, new, state)
-    assert int(states[0].counters.ordinal.max()) < 20  # else its entries are those of the next env
-    for steps in (nth(STEPS, slice(9)), nth(STEPS, slice(9, 18))):
-        states = [jitted(new, "extend")(one, steps) for one in states]
-        assert bits(told(new, states[0])) == bits(told(new, states[1]))
+    old, new = transitions(autoreset="next_step"), transitions(n_step=2)
+    state = jitted(old, "extend")(jitted(old, "init")(nth(steps, (0, 0))), steps)
+    check_adopts(tmp_path, old, new, state)
 
 
 SMALL, BUFFER, LARGE = (items(capacity=capacity) for capacity in (16, 64, 256))
@@ -211,22 +186,22 @@ def test_nothing_and_one_row(capacities, tmp_path):
     for values in ([0], [7]):
         checkpoint.save(tmp_path, buffer, state)
         got = checkpoint.restore(tmp_path, other, np.int32(0))
-        assert int(jitted(other, "size")(got)) == (values == [7])
-        assert jitted_draw(other)(got, jax.random.key(0)).experience.tolist() == values
+        batch = jitted_draw(other)(got, jax.random.key(0))
+        assert (batch.experience.tolist(), *batch.is_valid.tolist()) == (values, values == [7])
         state = jitted(buffer, "add")(state, np.full(1, 7, np.int32))
 
 
 def test_what_differs_is_named(tmp_path):
-    checkpoint.save(tmp_path / "steps", uniform(), fed(uniform()))
+    checkpoint.save(tmp_path / "steps", OLD, fed())
     checkpoint.save(tmp_path / "items", BUFFER, begun(BUFFER, 4))
-    other = uniform(autoreset="same_step_no_final_obs")
+    other = transitions(autoreset="same_step_no_final_obs")
     narrow = {"a": np.zeros(3, jnp.float8_e5m2)}
     checkpoint.save(tmp_path / "narrow", SMALL, jr.jit(SMALL).init(narrow))
     for path, buffer, example, said in (
         ("narrow", SMALL, {"a": np.zeros(3, jnp.float8_e4m3fn)}, r"a: stored float8_e5m2\[3\], ex"),
-        ("steps", uniform(), EXAMPLE.replace(action=np.zeros(2, "f4")), "steps.action: stored flo"),
+        ("steps", OLD, EXAMPLE.replace(action=np.zeros(2, "f4")), "steps.action: stored flo"),
         ("steps", other, EXAMPLE.replace(final_obs=None), "autoreset"),
-        ("items", uniform(), EXAMPLE, "autoreset: stored None, expected 'same_step'"),
+        ("items", OLD, EXAMPLE, "autoreset: stored None, expected 'same_step'"),
         ("items", SMALL, ITEM | {"more": 0.0}, r"steps.more: stored nothing, expected float32\[\]"),
     ):
         with refused(said):

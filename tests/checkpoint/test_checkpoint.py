@@ -189,7 +189,8 @@ def test_each_write_leaves_a_trace_of_its_own():
         for name, leaf in example.items()
     }
     found = [*written(rows, values), *mapped(np.int32([3, 6])), np.zeros((NUM_PARTS, 1))]
-    assert len({np.uint32(one).tobytes() for one in found}) == len(branches) + 3
+    found += [written(rows[:1], {name: values["x"][:1]})[0] for name in "xw"]  # alone
+    assert len({np.uint32(one).tobytes() for one in found}) == len(branches) + 5
 
 
 def test_small_saves_do_not_pile_up(tmp_path):
