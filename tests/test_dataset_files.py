@@ -292,7 +292,7 @@ def listed(rows, form, final_rows):
 def test_random_histories_are_those_of_a_loop_over_lists(form, monkeypatch):
     """In blocks of any size, with all that may end an episode, at once."""
     r = np.random.default_rng(0)
-    for _ in range(20_000 if SOAK else 300):
+    for _ in range(20_000 if SOAK else 300 if ALL else 120):
         total, often = int(r.integers(1, 25)), r.choice([0, 0.1, 0.5, 1])
         obs = np.cumsum(r.integers(1, 3, total)).astype(np.float32)
         rows = {"obs": obs, "action": np.arange(total), "reward": obs}
@@ -376,34 +376,30 @@ def test_extras_go_there_and_back():
 # A run that goes on, and rows in files.
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMS if ALL else FORMS[:2])
 def test_a_run_gets_demonstrations_and_goes_on(form):
-    """Envs have taken four steps; their episodes end, the demonstrations follow, then steps."""
-    replay, envs = buffer(form), np.float32([1000, 2000, 3000])
+    """Envs have taken four steps; their episodes end, the demonstrations follow, then steps. Of
+    priorities a run keeps its own, and the demonstrations have the largest of them."""
+    sampler = jr.Prioritized(alpha=1.0) if form == FORMS[0] else jr.Uniform()
+    replay, envs = buffer(form, sampler=sampler), np.float32([1000, 2000, 3000])
     block = plain_step(np.arange(4, dtype=np.float32)[:, None] + envs)
     block = block.replace(action=np.zeros((4, E), np.int32))
     if form == "same_step":
         block = block.replace(final_obs=block.obs + 1)
+    priority = [None, np.full((4, E), 5, np.float32)] if form == FORMS[0] else []
     extend = jitted(replay, "extend")
-    state = extend(replay.init(nth(block, (0, 0))), block)
+    state = extend(jitted(replay, "init")(nth(block, (0, 0))), block, *priority)
     state = datasets.from_episodes(list_of_episodes(None, made())[0], replay, into=state)
     own = {(env + at, 0, env + at, 0.5, env + at + 1) for env in envs.tolist() for at in range(3)}
     assert transitions(replay, state) == expected(made(), form) | own
+    if priority:
+        assert float(state.sampler.max_priority) == 5
+        batch = jax.device_get(everything(replay)(state, 0))
+        assert len({*batch.probability[batch.is_valid].tolist()}) == 1
     more = jax.tree.map(lambda leaf: leaf + 4 if leaf.dtype == np.float32 else leaf, block)
     own |= {(o + 4, a, r + 4, d, n + 4) for o, a, r, d, n in own}
-    assert transitions(replay, extend(state, more)) == expected(made(), form) | own
-
-
-def test_with_priorities_a_run_keeps_its_own():
-    replay = buffer(sampler=jr.Prioritized(alpha=1.0), allow_mask=True)
-    block = plain_step(np.full((3, E), 7, np.float32))
-    priority = np.full((3, E), 5, np.float32)
-    state = jitted(replay, "extend")(replay.init(nth(block, (0, 0))), block, None, priority)
-    one = datasets.Episode(SIX, SIX[:5], SIX[:5], NONE[:5], NONE[:5])
-    both = datasets.from_episodes([one] * 2, replay, into=state)
-    assert float(both.sampler.max_priority) == 5
-    batch = jax.device_get(everything(replay)(both, 0))
-    assert len({*batch.probability[batch.is_valid].tolist()}) == 1
+    state = extend(state, more, *priority)
+    assert transitions(replay, state) == expected(made(), form) | own
 
 
 def test_rows_go_to_files_too(tmp_path):

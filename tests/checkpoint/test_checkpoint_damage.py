@@ -12,7 +12,7 @@ from jaxreplay import checkpoint
 from jaxreplay.__main__ import main
 from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError, PathInUseError
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler
-from tests.checkpoint.runs import BUFFER, files_of, groups_of, manifests, quiet, save_two, span_of
+from tests.checkpoint.runs import files_of, groups_of, quiet, span_of
 from tests.conftest import ALL
 from tests.support.buffers import (
     CATALOG,
@@ -51,14 +51,6 @@ def is_restored(path, step):
         assert numbers(REPLAY, state) == expected(REPLAY, step)
         return True
     return False
-
-
-def test_a_copy_of_an_older_manifest_is_not_read_as_the_newest(tmp_path):
-    save_two(tmp_path)
-    oldest, newest = manifests(tmp_path)
-    newest.write_bytes(oldest.read_bytes())
-    with warned(f"step 20 was restored; this is damaged:\n  manifests/{newest.name}"):
-        checkpoint.restore(tmp_path, BUFFER, EXAMPLE)
 
 
 # Damage that several checkpoints share.

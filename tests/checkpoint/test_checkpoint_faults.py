@@ -15,36 +15,15 @@ from tests.checkpoint.runs import (
     EXAMPLE,
     check,
     check_no_other_files,
-    check_restored,
     expected,
     numbers,
     replay_of,
-    save_run,
     save_two,
     state_of,
 )
 from tests.conftest import ALL, SOAK
 from tests.support import checkpointed_run
-from tests.support.refusals import check_refused, refused, warned
-
-
-def test_what_cannot_be_read_now_is_not_deleted(tmp_path, monkeypatch):
-    checkpointer = Checkpointer(tmp_path, BUFFER)
-    save_run(checkpointer, 4)
-
-    def fails(*_):
-        raise OSError("UNAVAILABLE: try again")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpointer._store, "read", fails)
-        check_refused(
-            "UNAVAILABLE",
-            lambda: checkpointer.save(state_of(5), 5),
-            lambda: checkpointer.restore(EXAMPLE),
-            error=OSError,
-        )
-    assert checkpointer.all_steps() == [4]
-    check_restored(checkpointer, 4)
+from tests.support.refusals import refused, warned
 
 
 def test_a_run_that_is_killed_leaves_a_checkpoint_that_is_intact(tmp_path):
