@@ -1,7 +1,5 @@
 """Tests of kills, and of a disk on which an operation fails."""
 
-import contextlib
-import itertools
 import os
 import random
 import subprocess
@@ -9,15 +7,12 @@ import sys
 import time
 
 from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError
-from tests.checkpoint.disk import HOWS, Disk
 from tests.checkpoint.runs import (
     BUFFER,
     EXAMPLE,
-    check,
     check_no_other_files,
     expected,
     numbers,
-    replay_of,
     save_two,
     state_of,
 )
@@ -82,34 +77,3 @@ def test_the_disk_has_every_file_before_the_manifest_is_there(tmp_path, monkeypa
     unfinished = {path for path in ours if path.endswith(".new")}
     assert {path.rsplit(".", 2)[0] for path in unfinished} == created
     assert ours - unfinished == paths - created
-
-
-def trials(count, seed):
-    """Return the operations to fail, and how: a sample of 4, in `make test-all` of twice as many,
-    or in the soak all."""
-    every = [*itertools.product(range(count), HOWS)]
-    return every if SOAK else random.Random(seed).sample(every, 8 if ALL else 4)
-
-
-def test_a_replay_that_cannot_be_saved_or_loaded_keeps_its_rows(monkeypatch, tmp_path):
-    disk = Disk(monkeypatch)
-    saved, other = replay_of(9), replay_of(4)
-    num_save = disk.count_of(lambda: saved.save(tmp_path / "saved"))
-    num_load = disk.count_of(lambda: other.load(tmp_path / "saved"))
-    for number, how in trials(num_save, 0):
-        path = tmp_path / f"{number} {how}"
-        with contextlib.suppress(OSError, CorruptCheckpointError), disk.failing(number, how):
-            saved.save(path)
-        check(saved._owner.state, 9)
-        saved.save(path)
-        other.load(path)
-        check(other._owner.state, 9)
-    for number, how in trials(num_load, 1):
-        other = replay_of(4)
-        try:
-            with disk.failing(number, how):
-                other.load(tmp_path / "saved")
-        except (OSError, CorruptCheckpointError):
-            check(other._owner.state, 4)
-        other.load(tmp_path / "saved")
-        check(other._owner.state, 9)

@@ -145,9 +145,9 @@ def test_a_mixture_is_one_checkpoint(tmp_path):
 # What a `Replay` saves.
 
 
-def replay_of(buffer=BUFFER, **options):
+def replay_of():
     example = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), EXAMPLE)
-    return jr.Replay(buffer, example=example, framework="numpy", **options)
+    return jr.Replay(BUFFER, example=example, framework="numpy")
 
 
 def test_a_replay_saves_steps_and_extras(tmp_path):
@@ -180,19 +180,6 @@ def test_a_replay_never_overwrites_what_others_saved_since_its_load(tmp_path):
     for replay in (one, third):
         with refused("has a newer checkpoint, by this process", checkpoint.PathInUseError):
             replay.save(tmp_path)
-
-
-def test_a_replay_of_a_mixture_is_one_checkpoint(tmp_path):
-    replay, other = replay_of(MIXTURE), replay_of(MIXTURE)
-    for t in range(6):
-        replay.add(step(t, 4), member="online")
-        replay.add(step(t, 1), member="demos")
-    index = replay.sample().index
-    replay.save(tmp_path, step=6)
-    other.load(tmp_path)
-    assert bits(other.state) == bits(replay.state)
-    assert bits(other.sample().index) == bits(replay.sample().index) != bits(index)
-    assert len(other) == 6 + 24
 
 
 def test_tensors_are_extras(tmp_path):
