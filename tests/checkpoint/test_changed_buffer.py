@@ -45,7 +45,7 @@ def transitions(capacity=60, num_envs=NUM_ENVS, autoreset="same_step", **options
 
 PRIORITIZED = {"sampler": jr.Prioritized()}
 OLD = transitions(**PRIORITIZED)
-NEW = {
+NEW = {  # how the first two are read, the rest are too, but for envs: the test below has such a one
     "larger": transitions(200, sampler=jr.Prioritized(alpha=0.9)),
     "smaller, n_step, mask, without priorities": transitions(40, n_step=3, allow_mask=True),
     "fewer envs": transitions(num_envs=1),
@@ -93,7 +93,7 @@ def check_adopts(path, old, new, state, example=EXAMPLE):
 
 @pytest.mark.parametrize(
     "change",
-    [*list(NEW)[:3], *(pytest.param(name, marks=pytest.mark.thorough) for name in list(NEW)[3:])],
+    [*list(NEW)[:2], *(pytest.param(name, marks=pytest.mark.thorough) for name in list(NEW)[2:])],
 )
 def test_a_changed_buffer_restores_what_it_adopts(change, tmp_path):
     new = NEW[change]
