@@ -210,7 +210,7 @@ MUTATIONS = (
         "checkpoint/bundle.py",
         "if checksum([content]) != sums.stored:",
         "if False:",
-        "checkpoint/test_checkpoint_damage.py checkpoint/test_checkpoint_hostile.py",
+        "checkpoint/test_checkpoint_damage.py",
     ),
     (
         "candidates after a drop have the numbers of dropped ones",

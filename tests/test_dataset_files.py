@@ -130,13 +130,6 @@ def ends_of_episodes(_, rows):
     return file, {"names": names | {"episode_ends": "meta/episode_ends"}}, {"has_final": False}
 
 
-def numbers_of_episodes(_, rows):
-    ends = rows["terminals"] | rows["timeouts"]
-    file = {"o": rows["observations"], "episode_index": np.cumsum(np.append(False, ends[:-1]))}
-    file |= {name: rows[name] for name in ("actions", "rewards", "terminals")}
-    return file, {"names": {"obs": "o"}}, {"has_final": False}
-
-
 def rows_of_final_observations(folder, rows):
     """As OGBench's, without rewards. Next observations say nothing then."""
     parts = []
@@ -206,7 +199,7 @@ SOURCES = {
     **{
         source.__name__: source
         for source in (
-            *(without_timeouts, without_next_observations, ends_of_episodes, numbers_of_episodes),
+            *(without_timeouts, without_next_observations, ends_of_episodes),
             *(rows_of_final_observations, by_episode, list_of_envs, list_of_episodes),
         )
     },

@@ -216,14 +216,16 @@ def test_what_is_salvaged_is_as_it_was(case, tmp_path):
     flipped(tmp_path / r.choice(files[: len(files) // 2]))
     with warned("rows are lost"):
         got = checkpointer.restore(case.example(), 4, allow_partial=True)
-    lost, spans = lost_of(checkpointer), span_of(buffer, state)
-    rows = {(env, n) for env in range(NUM_ENVS) for n in range(spans.first[env], spans.end[env])}
-    left = {
-        (env, n)
-        for env, (a, b) in enumerate(zip(*span_of(buffer, got), strict=True))
-        for n in range(a, b)
-    }
-    assert left == rows - lost
+    lost = lost_of(checkpointer)
+    before, left = (
+        {
+            (env, n)
+            for env, span in enumerate(zip(*span_of(buffer, one), strict=True))
+            for n in range(*span)
+        }
+        for one in (state, got)
+    )
+    assert left == before - lost
     assert lost
     was, now = (jax.device_get(everything(buffer)(one, 1)) for one in (state, got))
     place = lambda env, number: env * buffer.length + number % buffer.length

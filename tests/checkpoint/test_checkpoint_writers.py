@@ -7,8 +7,6 @@ import functools
 import itertools
 import os
 import shutil
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -29,22 +27,7 @@ from tests.checkpoint.runs import (
 from tests.conftest import ALL, SOAK
 from tests.support.checkpointed_run import EXAMPLE, added
 from tests.support.refusals import check_refused, refused, warned
-
-
-@contextlib.contextmanager
-def running(code, *arguments):
-    """Run a program, and at the end of the block kill it and its children."""
-    with subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=SUPPORT,
-        process_group=0,
-    ) as process:
-        try:
-            yield process
-        finally:
-            os.killpg(process.pid, 9)
+from tests.support.replays import output_of
 
 
 @pytest.fixture(params=["folder", "memory"])
@@ -112,17 +95,16 @@ if not os.fork():
             os.write(1, f"{error}\n".encode())  # in one piece: both write here
     os._exit(0)
 os.wait()
-os.write(1, b"saved\n")
+os.write(1, f"{os.getpid()}\n".encode())
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_child_does_not_write(tmp_path):
-    with running(FORKED, tmp_path) as parent:
-        lines = [parent.stdout.readline() for _ in range(3)]
-    assert sum("spawn" in line for line in lines) == 2, lines
+    *told, pid = output_of(FORKED, str(tmp_path), cwd=SUPPORT).splitlines()
+    assert ["spawn" in line for line in told] == [True] * 2, told
     mine = Checkpointer(tmp_path, BUFFER)
-    with refused(rf"by host .*, pid {parent.pid}, program -c, since ", PathInUseError):
+    with refused(rf"by host .*, pid {pid}, program -c, since ", PathInUseError):
         mine.save(state_of(5), 5)
     mine.save(added(BUFFER, mine.restore(EXAMPLE), 3, 2), 5)
     check_restored(Checkpointer(tmp_path, BUFFER), 5)

@@ -1,7 +1,7 @@
 """Print as JSON the peak memory of saves and a restore, beside the state.
 
-Usage: `python checkpoint_memory.py PATH GIGABYTES ROW_BYTES [all]`. With `all`, also those of
-resizes, and of a buffer with priorities, a mask and episodes.
+Usage: `python checkpoint_memory.py PATH GIGABYTES ROW_BYTES [all]`. With `all`, also that of a
+restore into a larger buffer.
 """
 
 import ctypes
@@ -46,40 +46,6 @@ def filled(replay, example, count):
     for number in range(-(-count // block)):
         state = fill(state, number)
     return jax.block_until_ready(state)
-
-
-def resized(path, count, row):
-    """Return the peak memory of a save and of a restore into a larger buffer.
-
-    The buffer has all that can be kept per row: priorities, a mask and episodes.
-    """
-    example = {"obs": ((row,), jnp.uint8), "action": ((), jnp.float32), "reward": ((), jnp.float32)}
-    example |= {"terminated": ((), bool), "truncated": ((), bool)}
-    example = jr.Step(**{name: jax.ShapeDtypeStruct(*leaf) for name, leaf in example.items()})
-
-    def buffer(capacity):
-        return jr.prioritized(
-            capacity=capacity,
-            num_envs=1,
-            batch_size=1,
-            autoreset="next_step",
-            allow_mask=True,
-            track_episodes=True,
-        )
-
-    replay, larger = buffer(count), buffer(count + count // 5)
-    steps = jax.tree.map(lambda leaf: jnp.ones((count // 100, 1, *leaf.shape), leaf.dtype), example)
-    state, extend = replay.init(example), jr.jit(replay).extend
-    for _ in range(120):
-        state = extend(state, steps)
-    checkpointer, size = Checkpointer(path, larger, compression_level=None), int(replay.size(state))
-    saver = Checkpointer(path, replay, compression_level=None)
-
-    saved, _ = peak(lambda: saver.save(state))
-    del state, steps
-    extra, state = peak(lambda: jax.block_until_ready(checkpointer.restore(example)))
-    assert int(larger.size(state)) == size
-    return saved, extra - sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
 
 def main(path, gigabytes, row, with_resizes):
@@ -131,12 +97,5 @@ def main(path, gigabytes, row, with_resizes):
 
 
 if __name__ == "__main__":
-    path, gigabytes, row = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
-    with_resizes = sys.argv[4:] == ["all"]
-    found = main(path, gigabytes, row, with_resizes)
-    if with_resizes:
-        resized(f"{path}/resized/small", 10_000, 20)  # loads what the measured call shares
-        found["peaks"]["rows_save"], found["peaks"]["rows_resize"] = resized(
-            f"{path}/resized/large", 8_000_000 if row < 1000 else 1_000_000, 20
-        )
-    sys.stdout.write(json.dumps(found))
+    path, gigabytes, row, *more = sys.argv[1:]
+    sys.stdout.write(json.dumps(main(path, float(gigabytes), int(row), more == ["all"])))
