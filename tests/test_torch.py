@@ -2,7 +2,8 @@
 number is narrowed silently."""
 
 import copy
-import os
+import types
+import unittest.mock
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,6 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
-from tests.support.replays import output_of
 
 torch = pytest.importorskip("torch", reason="the torch extra is not installed")
 from jaxreplay.torch import from_torch, to_torch  # noqa: E402
@@ -52,34 +52,15 @@ def test_there_and_back_are_the_same_numbers(dtype):
     assert raw(copied) == before != raw(tensor)
 
 
-OTHER_SETTINGS = """
-import jax, jax.numpy as jnp, numpy as np, torch
-from jaxreplay.torch import from_torch, to_torch
-
-for dtype in ("int64", "uint64", "float64", "complex128"):
-    x = jnp.asarray(np.arange(6).reshape(2, 3) + 2**40, dtype)
-    tensor = to_torch(x)
-    assert tensor.data_ptr() == x.unsafe_buffer_pointer() and str(tensor.dtype) == "torch." + dtype
-    for back in (from_torch(tensor), from_torch(tensor, cast=True)):
-        assert back.dtype == x.dtype and (np.asarray(back) == np.asarray(x)).all()
-mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-x = jax.device_put(
-    np.arange(8.0), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-)
-try:
-    to_torch(x)
-except ValueError as error:
-    assert "lies on 2 devices; take one with x.addressable_shards[i].data" in str(error), error
-else:
-    raise AssertionError("a sharded array was taken")
-assert to_torch(x.addressable_shards[1].data).tolist() == [4, 5, 6, 7]
-"""
-
-
-def test_64_bit_numbers_go_whole_where_jax_has_them_and_sharded_arrays_are_refused():
-    flags = "--xla_force_host_platform_device_count=2"
-    own = {"JAX_ENABLE_X64": "1", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    output_of(OTHER_SETTINGS, env=os.environ | own | {"PYTHONWARNINGS": "error"})
+@pytest.mark.parametrize("dtype", ["int64", "uint64", "float64", "complex128"])
+def test_64_bit_numbers_go_whole_where_jax_has_them(dtype):
+    with jax.enable_x64(True):
+        x = jax.device_put(np.arange(6).reshape(2, 3).astype(dtype) + 2**40)
+        tensor = to_torch(x)
+        assert tensor.dtype == getattr(torch, dtype)
+        assert tensor.data_ptr() == x.unsafe_buffer_pointer()
+        for back in (from_torch(tensor), from_torch(tensor, cast=True)):
+            assert (back.dtype, raw(back)) == (x.dtype, raw(x))
 
 
 @pytest.mark.parametrize("dtype", ["int64", "uint64", "float64", "complex128"])
@@ -146,6 +127,12 @@ def test_a_batch_outlives_its_arrays():
 def test_what_has_no_tensor_is_named_with_the_way_out():
     gone = array("float32")
     gone.delete()
+    sharded = unittest.mock.Mock(
+        dtype=gone.dtype,
+        sharding=types.SimpleNamespace(device_set={0, 1}),
+        **{"is_deleted.return_value": False, "devices.return_value": {0, 1}},
+    )
+    sharded.__class__ = jax.Array
     reasons = {
         "gone": (gone, "was deleted, such as by donation"),
         "key": (jax.random.key(0), "pass jax.random.key_data(key)"),
@@ -153,6 +140,7 @@ def test_what_has_no_tensor_is_named_with_the_way_out():
         "number": (3.0, "is a float, not a jax.Array"),
         "numpy": (np.zeros(3), "is a ndarray, not a jax.Array"),
         "rare": (array("float8_e4m3b11fnuz"), "float8_e4m3b11fnuz, which torch does not have"),
+        "sharded": (sharded, "lies on 2 devices; take one with x.addressable_shards[i].data"),
     }
     tree = {"none": None, "good": array("int32"), **{name: x for name, (x, _) in reasons.items()}}
     with pytest.raises(ValueError, match="to_torch") as error:
