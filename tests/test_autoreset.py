@@ -127,8 +127,7 @@ class Fed:
             num_envs=NUM_ENVS,
             batch_size=32,
             autoreset=self.autoreset,
-            allow_mask=self.is_masked,
-            **options,
+            **{"allow_mask": self.is_masked} | options,
         )
 
 
@@ -181,8 +180,11 @@ def test_sequences_of_vector_envs_are_those_of_lists(name):
 
 
 def doubt(fed, seed, limit, **options):
-    """Return the warning that `inspect` gives for these steps, or None."""
-    return wrong_autoreset(resets_of(state_of(fed.buffer(**options), *fed.steps(seed, limit))))
+    """Return the warning that `inspect` gives for these steps, or None. All have a mask, so that a
+    form is one program."""
+    steps, mask = fed.steps(seed, limit)
+    mask = np.ones((NUM_STEPS, NUM_ENVS), bool) if mask is None else mask
+    return wrong_autoreset(resets_of(state_of(fed.buffer(allow_mask=True, **options), steps, mask)))
 
 
 def state_of(buffer, steps, mask=None):
@@ -285,7 +287,8 @@ def test_resets_are_looked_for_in_the_newest_rows(monkeypatch):
     monkeypatch.setattr("jaxreplay.inspection.contents._MOST_ROWS", 200)
     fed = RIGHT["next step"]
     steps, _ = fed.steps(0, 12)
-    found = resets_of(state_of(fed.buffer(), steps))
+    every = np.ones((NUM_STEPS, NUM_ENVS), bool)
+    found = resets_of(state_of(fed.buffer(allow_mask=True), steps, every))
     assert 8 <= len(found.flags) <= 200 / 5
     newest = steps["obs"][-50:, 0]  # of the first env
     assert np.isin(found.obs[0][:3], newest).all()
