@@ -30,7 +30,7 @@ from tests.support.interrupting import check_each_moment
 from tests.support.refusals import refused
 from tests.support.threads import Threads
 
-LONG = 120.0  # seconds
+LONG = 400.0  # seconds, on a machine that has much else to do
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
 thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
@@ -66,7 +66,7 @@ def on(request):
     return {"threads": Threads, "local": None}[request.param]
 
 
-def make(num_envs=4, length=4096, framework="numpy", example=None, limit=None, **options):
+def make(num_envs=4, length=8192, framework="numpy", example=None, limit=None, **options):
     given = {"batch_size": 64, "autoreset": "next_step", "allow_mask": True} | options
     kind = jr.items if given["autoreset"] is None else jr.uniform
     given = {name: value for name, value in given.items() if value is not None}
@@ -87,7 +87,7 @@ def until(is_so):
     ("on", "length"),
     [
         ("threads", 64),
-        ("local", 32768),
+        ("local", 32768 if SOAK else 8192),
         *(thorough(*one) for one in (("local", 64), ("ray", 64), ("ray", 32768))),
     ],
     indirect=["on"],
@@ -98,8 +98,8 @@ def test_rows_are_an_oracles_though_actors_are_killed(on, length):
     kills, is_whole = 200 if SOAK else 2 * num_actors if ALL else 2, length > 64
     act = acting.dying if on is Threads else acting.mortal
     if on is None and not ALL:
-        num_actors = 1  # a process takes seconds to start
-    with make(num_envs, length=length, batch_size=256, limit=0.1 if SOAK else 1.0) as replay:
+        num_actors = kills = 1  # a process takes seconds to start
+    with make(num_envs, length=length, limit=0.025 if SOAK else 1.0) as replay:
         actors = replay.start(act, num_actors, block_length=8, max_restarts=4, on=on)
         until(replay.can_sample)
         while (
@@ -184,7 +184,7 @@ def test_actors_that_failed_are_stopped_or_replaced():
 @pytest.mark.parametrize(
     "on",
     [
-        "local",
+        "threads",
         pytest.param(
             "ray",
             marks=[
@@ -198,7 +198,8 @@ def test_actors_that_failed_are_stopped_or_replaced():
     ],
     indirect=True,
 )
-def test_an_actor_reads_each_version_once(on):
+def test_an_actor_reads_each_version_once(on, monkeypatch):
+    monkeypatch.setattr(acting.Read, "num", 0)
     buffer = jr.items(capacity=64, num_envs=2, batch_size=4, allow_mask=True)
     with jr.Replay(buffer, framework="numpy", timeout=LONG) as replay:
         actors = replay.start(acting.counting, 1, params=acting.Read(), block_length=4, on=on)
@@ -262,11 +263,11 @@ def test_an_actor_that_hangs_does_not_hold_up_the_others(monkeypatch, max_stalen
     actors = jr.actors.Actors(
         acting.few, setup, Host(), 8.0, on=engine.begin, max_staleness=max_staleness
     )
-    while next(seconds) < 100_000 and len(sent) < 1_000:
+    while next(seconds) < 20_000 and len(sent) < 200:
         if actors.metrics()["steps"] >= 8 * actors.version:  # each version takes a block
             actors.publish(0)
     actors.stop()
-    assert len(sent) >= 1_000
+    assert len(sent) >= 200
     assert len(actors._grants) < 100
 
 
@@ -313,7 +314,7 @@ def test_the_side_that_is_ahead_waits(ratio, on):
         steps = lambda: actors.metrics()["steps"]
         until(replay.can_sample)
         start, num, end = steps(), 0, time.monotonic() + 60 * SOAK
-        while num < 200 * 64 or time.monotonic() < end:
+        while num < (40 if ratio < 1 else 200) * 64 or time.monotonic() < end:
             replay.sample()
             num += 64
 
@@ -328,16 +329,7 @@ def test_the_side_that_is_ahead_waits(ratio, on):
 
 
 def test_the_others_are_taken_too(on):
-    """Masks, priorities, one env, items, a mixture's member, tensors, and agents."""
-    with make(autoreset="same_step_no_final_obs", sampler=jr.Prioritized()) as replay:
-        actors = replay.start(acting.masked, 1, on=on, block_length=2)
-        until(lambda: actors.is_done)
-        assert replay.metrics()["max_priority"] == 4
-        obs = np.asarray(replay.state.rows.steps.obs).reshape(4, -1, 3)
-        for env, rows in enumerate(obs):
-            times = [time for time in range(24) if time % 4 != env or time // 6 % 2]
-            assert rows[: len(times) + 1, 2].tolist() == [*times, 0]
-        assert actors.metrics()["steps"] == 4 * 24 - 4 - 4 - 2 - 2
+    """One env, tensors, agents; and masks, priorities and versions of a mixture's member."""
     with make(1, framework="torch") as replay:
         actors = replay.start(acting.single, 1, on=on)
         until(lambda: actors.is_done)
@@ -345,25 +337,36 @@ def test_the_others_are_taken_too(on):
         assert batch.experience.obs.dtype.is_floating_point
         assert batch.experience.reward.max() == 13  # the next one resets
     online, offline = (
-        jr.items(capacity=64, num_envs=2, batch_size=4, allow_mask=True) for _ in range(2)
+        jr.items(capacity=64, num_envs=2, batch_size=4, allow_mask=True, sampler=jr.Prioritized())
+        for _ in range(2)
     )
     with jr.Replay(jr.mix(online=(online, 4), offline=(offline, 4)), framework="numpy") as replay:
-        actors = replay.start(
-            acting.items, 1, on=on, version_key="version", member="online", params=3
-        )
+        given = {"version_key": "version", "member": "online", "params": 3}
+        actors = replay.start(acting.items, 1, on=on, block_length=2, **given)
         until(lambda: actors.is_done)
-        found = replay.get(np.r_[:16, 32:48], member="online").experience
-        assert found["time"].reshape(2, 16).tolist() == 2 * [list(range(16))]
-        assert found["version"].tolist() == 32 * [0]
-    with make(num_agents=2) as replay:
-        actors = replay.start(acting.team, 1, on=on, block_length=8)
-        until(lambda: actors.is_done)
-        assert acting.check_rows(replay, 4) == (160, 4)
-        acting.check_transitions(replay.sample(), acting.ends_of_team)
+        times = [[t for t in range(24) if t % 4 != env or t // 6 % 2] for env in range(2)]
+        rows = np.r_[: len(times[0]), 32 : 32 + len(times[1])]
+        found = replay.get(rows, member="online").experience
+        assert found["time"].tolist() == [*times[0], *times[1]]
+        assert not found["version"].any()
+        assert replay.metrics()["online/max_priority"] == 2
+        assert actors.metrics()["steps"] == len(rows)
+    flags = {name: np.zeros(2, bool) for name in ("terminated", "truncated")}
+    feed = jr.actors.Feed(make(num_agents=2).buffer, acting.EXAMPLE | flags, block_length=8)
+    actors = feed.start(acting.team, 1, on=on)
+    for number in range(5):
+        steps, mask, ends = feed.take(LONG)
+        times = 8 * number + np.arange(8)[:, None]
+        assert mask.all()
+        assert (steps.reward == times).all()
+        assert (steps.terminated == acting.ends_of_team(np.arange(4), times)).all()
+        assert ends.tolist() == 4 * [number == 0]
+    actors.stop()
 
 
+@pytest.mark.thorough  # of a process, and a signal; each line is interrupted below
 def test_an_interrupt_of_an_actor_repeats_no_step():
-    with make(limit=1.0, length=2**15) as replay:
+    with make(limit=1.0) as replay:
         actors = replay.start(acting.interrupted, 1, block_length=8)
         for number, _ in enumerate(replay):
             if number == 10:
@@ -505,7 +508,7 @@ def test_an_interrupt_of_a_stop_leaves_nothing(monkeypatch):
 def test_wrong_arguments_and_steps_are_refused():
     example = acting.EXAMPLE
     with make(example=example) as replay:
-        replay.start(acting.misshapen, 1, max_restarts=0)
+        replay.start(acting.misshapen, 1, on=Threads, max_restarts=0)
         with refused(r"obs: got int32\[4, 4\], expected int32\[4, 3\]", RuntimeError):
             replay.sample()
     with make() as replay:
@@ -536,7 +539,8 @@ def test_wrong_arguments_and_steps_are_refused():
 
 @pytest.mark.parametrize("on", ["local", on_ray], indirect=True)
 def test_a_run_continues_though_its_learner_is_killed(tmp_path, on, request):
-    """Actors of this machine begin again; those on Ray go on with the next learner."""
+    """Actors of this machine begin again; those on Ray go on with the next learner. A process of an
+    actor imports the file that was started, but not what that imports as the main one."""
     kills = 20 if SOAK else 1
     given = [] if on is None else [request.getfixturevalue("cluster")]
     command = [sys.executable, "-m", "tests.support.killed_learner", str(tmp_path)]
@@ -545,7 +549,7 @@ def test_a_run_continues_though_its_learner_is_killed(tmp_path, on, request):
             [*command, str(number), str(kills), *given],
             capture_output=True,
             text=True,
-            timeout=LONG,
+            timeout=2 * LONG,
         )
         said = found.stdout + found.stderr
         assert found.returncode == (0 if number == kills else -9), said
@@ -569,47 +573,6 @@ def test_the_program_for_users_of_agentlace_runs_and_goes_on(tmp_path):
         assert told.returncode == 0, told.stderr
         first, last_before, last = int(told.stdout.split()[0]), last, int(told.stdout.split()[1])
         assert last_before - 5 <= first <= last_before < last
-
-
-def test_an_actor_imports_what_it_needs_and_gets_arguments(tmp_path):
-    """Its process imports the file that was started, but not what that imports as the main one."""
-    for name, text in {
-        "acting_alone": """
-import sys
-
-import numpy as np
-
-def act(number, actor):
-    for _ in range(8):
-        found = {"number": number, "others": "learning_alone" in sys.modules}
-        actor.add({name: np.full(actor.num_envs, value) for name, value in found.items()})
-""",
-        "learning_alone": """
-import numpy as np
-
-import jaxreplay as jr
-
-def main(act):
-    buffer = jr.items(capacity=64, num_envs=2, batch_size=4, allow_mask=True)
-    with jr.Replay(buffer, framework="numpy", timeout=120) as replay:
-        replay.start(act, 1, block_length=4)
-        found = replay.sample().experience
-        assert (found["number"] == 7).all()
-        assert not found["others"].any()
-""",
-        "run": """
-import functools
-
-import acting_alone
-
-if __name__ == "__main__":
-    import learning_alone
-
-    learning_alone.main(functools.partial(acting_alone.act, 7))
-""",
-    }.items():
-        (tmp_path / f"{name}.py").write_text(text)
-    subprocess.run([sys.executable, tmp_path / "run.py"], check=True, timeout=LONG, cwd=ROOT)
 
 
 class Engine:

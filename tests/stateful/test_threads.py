@@ -28,7 +28,7 @@ from tests.support.replays import (
 )
 from tests.support.sampling import assert_same
 
-LONG = 120.0  # seconds; only a call that hangs takes longer
+LONG = 400.0  # seconds; only a call that hangs takes longer
 
 
 def in_threads(*functions):

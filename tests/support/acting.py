@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import signal
+import sys
 import threading
 
 import numpy as np
@@ -23,9 +24,9 @@ def ends(envs, time):
 
 
 def ends_of_team(envs, time):
-    """Return the ends of two agents [e, 2], of which the second one ends two steps sooner."""
+    """Return the ends of two agents [..., 2], of which the second one ends two steps sooner."""
     left = -(time + envs + 1) % PERIOD
-    return np.stack([left == 0, left < 3], 1)
+    return np.stack([left == 0, left < 3], -1)
 
 
 def step_of(actor, time, **others):
@@ -48,6 +49,12 @@ def endless(actor):
     while actor.running:
         actor.add(step_of(actor, time))
         time += 1
+
+
+def alone(other, actor):
+    """As `endless`, in a process that does not import what the learner alone needs."""
+    assert other not in sys.modules
+    endless(actor)
 
 
 def mortal(actor):
@@ -142,13 +149,6 @@ def counting(actor):
         actor.add({"seen": np.full(actor.num_envs, actor.params())})
 
 
-def masked(actor):
-    """Add steps with priorities of the actor's own, every other six of them of some envs."""
-    for time in range(24):
-        took = np.asarray(actor.envs) != time % 4 if time // 6 % 2 == 0 else None
-        actor.add(step_of(actor, time), mask=took, priority=1.0 + np.asarray(actor.envs))
-
-
 def team(actor):
     """Add steps of two agents."""
     for time in range(40):
@@ -170,10 +170,14 @@ def single(actor):
 
 
 def items(actor):
-    """Add items, and know the version of the parameters."""
-    for time in range(16):
+    """Add items with priorities of the actor's own, every other six of them of some envs, and know
+    the version of the parameters."""
+    envs = np.asarray(actor.envs)
+    for time in range(24):
         actor.params()
-        actor.add({"who": np.asarray(actor.envs), "time": np.full(actor.num_envs, time)})
+        took = envs != time % 4 if time // 6 % 2 == 0 else None
+        item = {"who": envs, "time": np.full(actor.num_envs, time)}
+        actor.add(item, mask=took, priority=1.0 + envs)
 
 
 def resetting(actor):
@@ -217,14 +221,14 @@ def check_rows(replay, num_envs, gaps=None):
     return int(filled.sum()), num_incarnations
 
 
-def check_transitions(batch, ends_of=ends):
+def check_transitions(batch):
     """Check each sampled transition of one step, with `autoreset="next_step"`."""
     t = batch.experience
     env, incarnation, time = np.asarray(t.obs).T
     assert batch.is_valid.all()
     assert (t.action == env).all()
     assert (t.reward == time).all()
-    assert ((t.discount == 0) == ends_of(env, time)).all()
+    assert ((t.discount == 0) == ends(env, time)).all()
     assert not (ends(env, time - 1) & (time > 0)).any()  # the step that resets
     following = np.stack([env, incarnation, time + 1], 1)
     assert (t.next_obs == following)[~ends(env, time)].all()

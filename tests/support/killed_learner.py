@@ -1,5 +1,6 @@
 """A learner that continues from its last checkpoint, and is killed at any moment, or ends."""
 
+import functools
 import os
 import pathlib
 import signal
@@ -24,14 +25,15 @@ def main(folder, number, last, address=None):
     )
     path = pathlib.Path(folder) / "replay"
     replay = jr.Replay(
-        buffer, framework="numpy", samples_per_insert=4.0, timeout=60.0, example=acting.EXAMPLE
+        buffer, framework="numpy", samples_per_insert=4.0, timeout=300.0, example=acting.EXAMPLE
     )
     with replay:
         had = before = 0
         if path.exists():
             replay.load(path)
             had, (_, before) = len(replay), acting.check_rows(replay, 4, gaps=on and 4 * number)
-        actors = replay.start(acting.endless, 1 if on is None else 2, block_length=8, on=on)
+        act = functools.partial(acting.alone, "colorsys")
+        actors = replay.start(act, 1 if on is None else 2, block_length=8, on=on)
         if on is None:
             (pathlib.Path(folder) / "memory").write_text(actors._engine._folders[0].path)
         seconds = np.random.default_rng(number).uniform(0.0, 0.6)
@@ -51,4 +53,6 @@ def main(folder, number, last, address=None):
 
 
 if __name__ == "__main__":
+    import colorsys  # noqa: F401 (no actor imports it)
+
     main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

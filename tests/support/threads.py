@@ -18,11 +18,10 @@ class _Actor(threading.Thread):
         super().__init__(daemon=True)
         self._engine, self._place, self.allowance = engine, (index, incarnation), Allowance()
         self._specs = self._seen = None
-        with engine.lock:  # a stop joins only what was started
-            engine.actors[index] = self
-            if engine.is_stopped:
-                self.allowance.stop()
-            self.start()
+        with engine.lock:  # a stop joins only what was started, and nothing starts after it
+            if not engine.is_stopped:
+                engine.actors[index] = self
+                self.start()
 
     def run(self):
         engine, (index, incarnation) = self._engine, self._place
