@@ -32,7 +32,6 @@ from jaxreplay.storage import platforms  # noqa: E402
 
 # These two set the compilers' environment before JAX is imported; the third needs cosmic-ray.
 collect_ignore = ["aot/devices.py", "aot/programs.py", "mutants.py"]
-jax.config.update("jax_disable_most_optimizations", IS_QUICK)
 
 hypothesis.settings.register_profile(
     "jaxreplay",

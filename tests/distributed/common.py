@@ -1,5 +1,7 @@
 """Meshes, and the catalog's buffers with 8 envs."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -30,6 +32,12 @@ KINDS = pytest.mark.parametrize("kind", ["explicit", *["auto"] * ALL])
 def mesh_of(num, kind="auto", first=0):
     devices = jax.devices()[first : first + num]
     return jax.make_mesh((num,), ("data",), axis_types=(AXES[kind],), devices=devices)
+
+
+@functools.cache
+def four(case, kind="explicit"):
+    """Return the buffer over four devices, without the default one."""
+    return jr.sharded(whole(case), mesh_of(4, kind, first=3))
 
 
 def whole(case, **options):

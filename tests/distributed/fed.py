@@ -43,7 +43,7 @@ def main(num, which, kills):
         steps, mask, ends = feed.take(timeout=0.02)
         steps, mask = buffer.from_local((steps, mask), axis=1)
         wants = actors.metrics()["lost"] < int(kills) or num_samples < 20
-        ends, wants = buffer.from_local((ends, np.full(part, wants and time.time() < began + 60)))
+        ends, wants = buffer.from_local((ends, np.full(part, wants and time.time() < began + 300)))
         key = jax.random.key(num_samples)
         state, batch, goes_on = learn(state, steps, mask, ends, wants, key)
         is_valid = own(batch.is_valid)  # not of devices whose actors have not begun

@@ -59,8 +59,7 @@ def moved(path, old, state, new, example):
 @common.THREE
 @common.KINDS
 def test_a_restored_state_goes_on_on_as_many_devices(case, kind, tmp_path):
-    """Also without the default device."""
-    buffer = jr.sharded(whole(case), mesh_of(4, kind, first=3))
+    buffer = common.four(case, kind)
     checkpointer = Checkpointer(tmp_path, buffer, chunk_bytes=4000, max_to_keep=9)
     states = [buffer.init(case.example())]
     checkpointer.save(states[0], 0)
@@ -80,7 +79,7 @@ def test_a_restored_state_goes_on_on_as_many_devices(case, kind, tmp_path):
 def test_any_number_of_devices_restores_what_another_saved(case, tmp_path):
     """Save the state of 4 devices, with 8 envs. Each other number has the same rows, priorities and
     streams, though it draws in another order; one device has what it would have alone."""
-    example, four = case.example(), jr.sharded(whole(case), mesh_of(4))
+    example, four = case.example(), common.four(case)
     size_of = lambda buffer, state: int(jitted(buffer, "size")(state))
     state = four.init(example)
     for seed in range(1, 4):
@@ -97,25 +96,12 @@ def test_any_number_of_devices_restores_what_another_saved(case, tmp_path):
     assert 0 < size_of(small, checkpoint.restore(tmp_path / "4", small, example)) <= 128
 
 
-@pytest.mark.thorough  # a sharded buffer adopts the rows of fewer envs below
-@common.THREE
-def test_other_envs_on_other_devices_get_the_rows(case, tmp_path):
-    """Streams of 8 envs are dealt to 16, as of one buffer, and then divided among the devices."""
-    one, example = whole(case), case.example()
-    state = extended(one, case, jitted(one, "init")(example), 1)
-    more = whole(case, num_envs=16, allow_mask=True)
-    wanted = jitted(more, "adopt")(state)
-    four = jr.sharded(more, mesh_of(4))
-    got = moved(tmp_path / "8", one, state, four, example)
-    assert len(got.rows.steps.reward.sharding.device_set) == 4
-    assert jitted(four, "size")(got) == jitted(more, "size")(wanted) > 0
-    assert bits(moved(tmp_path / "16", four, got, more, example)) == bits(wanted)
-
-
-def test_rows_of_each_env_are_there_once(tmp_path):
-    buffer = items(capacity=256, num_envs=4)
-    two_axes = jax.make_mesh((4, 2), ("data", "model"))  # replicas
-    sharded = jr.sharded(buffer, two_axes)
+@pytest.mark.parametrize("axis", ["data", *[("data", "model")] * ALL])
+def test_rows_of_each_env_are_there_once(axis, tmp_path):
+    buffer = items(capacity=256, num_envs=8)
+    sharded = jr.sharded(buffer, jax.make_mesh((4, 2), ("data", "model")), axis)
+    leaf = jax.tree.leaves(sharded.init(EXAMPLE))[0]
+    assert len({str(shard.index) for shard in leaf.addressable_shards}) == sharded.num_shards
     state = added(buffer, buffer.init(EXAMPLE), 0, 40)
     Checkpointer(tmp_path, buffer, chunk_bytes=4000).save(state, 1)
     checkpointer = Checkpointer(tmp_path, sharded, chunk_bytes=4000)
@@ -123,7 +109,7 @@ def test_rows_of_each_env_are_there_once(tmp_path):
     assert bits(got.rows.steps) == bits(state.rows.steps)
     checkpointer.save(got, 2)  # writes no row again
     assert checkpointer._base.members[""].groups.saves[0].folder.startswith("0000000001")
-    checkpointer.save(jitted(sharded, "add")(got, step(40, 4)), 3)
+    checkpointer.save(jitted(sharded, "add")(got, step(40, 8)), 3)
     assert len(checkpointer._base.members[""].groups.saves) > 1
     for number, end in ((2, 40), (3, 41)):
         found = numbers(buffer, checkpoint.restore(tmp_path, buffer, EXAMPLE, step=number))
@@ -131,7 +117,7 @@ def test_rows_of_each_env_are_there_once(tmp_path):
 
 
 def test_a_plain_buffer_is_restored_over_devices(tmp_path):
-    """Save from four devices; restore to four, to one, and to two with another capacity."""
+    """Save from four devices; restore to two, and to one with another capacity."""
     sizes = {"num_envs": 4, "batch_size": 8, "autoreset": "next_step"}
     large, small = (jr.prioritized(capacity=capacity, **sizes) for capacity in (64, 32))
     block = common.steps(PRIORITIZED, 1, 21)
@@ -146,7 +132,7 @@ def test_a_plain_buffer_is_restored_over_devices(tmp_path):
 
     state = jax.jit(large.extend, out_shardings=over(large, 4))(large.init(example), block)
     checkpoint.save(tmp_path, large, state, chunk_bytes=4096)
-    for buffer, num_devices in ((large, 4), (large, 1), (small, 2)):
+    for buffer, num_devices in ((large, 2), *[(small, 1)] * ALL):
         where = over(buffer, num_devices)
         got = checkpoint.restore(tmp_path, buffer, example, sharding=where)
         wanted = state if buffer is large else checkpoint.restore(tmp_path, buffer, example)
@@ -172,7 +158,7 @@ def test_a_state_may_lie_elsewhere(tmp_path):
 
 def test_damaged_rows_are_left_out_as_of_one_buffer(tmp_path):
     one, example = whole(PRIORITIZED), PRIORITIZED.example()
-    sharded = jr.sharded(one, mesh_of(4))
+    sharded = common.four(PRIORITIZED)
     state = extended(sharded, PRIORITIZED, sharded.init(example), 1)
     Checkpointer(tmp_path, sharded, chunk_bytes=4000).save(state)
     damaged(tmp_path)
@@ -228,7 +214,7 @@ def test_a_sharded_buffer_adopts_the_rows_of_another(num_envs):
         view=jr.views.TransitionView(n_step=3),
         allow_mask=True,
     )
-    one, other = (jr.sharded(buffer, mesh_of(4)) for buffer in (old, new))
+    one, other = common.four(PRIORITIZED), jr.sharded(new, common.four(PRIORITIZED).mesh)
     state = extended(one, PRIORITIZED, one.init(example), 1)
     got = jr.jit(other).adopt(state)
     assert jax.tree.structure(got) == jax.tree.structure(other.init(example))

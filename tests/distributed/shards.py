@@ -14,7 +14,6 @@ from tests.conftest import ALL, SOAK
 from tests.distributed import common
 from tests.distributed.common import (
     CASES,
-    MASKED,
     PAIRS,
     PRIORITIZED,
     SEQUENCES,
@@ -29,9 +28,8 @@ from tests.support.steps import nth, stacked
 
 KEY = jax.random.key(5)
 FEW = [case for case in CASES if case in KINDS or case is PAIRS]
-PLACES = [(SEQUENCES, 4, "explicit")]
+PLACES = [(PRIORITIZED, 4, "explicit")]
 if ALL:
-    PLACES += [(MASKED, 2, "auto")]
     PLACES += [
         (case, num, kind)
         for case in CASES
@@ -118,6 +116,24 @@ def test_shards_equal_vmapped_buffers_to_the_bit(case, num, kind):
         assert bits(value) == bits(expected[name]), name
 
 
+def test_rows_are_changed_where_they_lie():
+    sizes = {"capacity": 64, "num_envs": 4, "batch_size": 8}
+    buffer = jr.sharded(jr.items(**sizes, allow_write=True), mesh_of(4, "explicit"))
+    numbers = np.arange(64, dtype=np.float32)  # of rows
+
+    @jax.jit
+    def changed(factor):
+        items = {"x": numbers.reshape(4, 16).T}
+        state = buffer.extend(buffer.init({"x": np.float32(0)}), items)
+        batch = buffer.sample(state, KEY)
+        state = buffer.write(state, batch.index, {"x": batch.experience["x"] + 100})
+        change = lambda item, factor: {"x": factor * item["x"]}
+        return batch.index.row, buffer.map_rows(state, change, factor, block=8).rows.steps["x"]
+
+    row, found = changed(np.float32(3))
+    np.testing.assert_array_equal(found, 3 * (numbers + 100 * np.isin(numbers, row)))
+
+
 def test_steps_of_some_envs_go_to_their_shards():
     buffer = items(4, jr.Prioritized(alpha=1.0))
     step, priority = np.arange(4, dtype=np.float32), np.float32([1, 5, 2, 9])
@@ -162,31 +178,6 @@ def test_all_shards_know_the_largest_priority():
     assert bits(samplers[-1].tree) == bits(samplers[-2].tree) == bits(samplers[-3].tree)
     assert (figures["max_priority"], figures["num_bad_priorities"]) == (7, 1)
     assert figures["num_stale_updates"] == (~is_valid).sum() + 64
-
-
-@pytest.mark.thorough  # a restore to such a mesh is compared in saved.py
-def test_a_mesh_of_two_axes_has_replicas():
-    mesh, case = jax.make_mesh((4, 2), ("data", "model")), PRIORITIZED
-
-    def filled(*place):
-        buffer = jr.sharded(whole(case), *place)
-
-        @jax.jit
-        def sampled(state, block):
-            state = buffer.extend(state, block)
-            return state, buffer.sample(state, KEY)
-
-        return sampled(buffer.init(case.example()), common.steps(case, 1, 30))
-
-    for leaf in jax.tree.leaves(filled(mesh)):
-        parts = {}
-        for shard in leaf.addressable_shards:
-            parts.setdefault(str(shard.index), []).append(bits(shard.data))
-        assert len(parts) == 4
-        assert all(one == other for one, other in parts.values())
-    found = filled(mesh, ("data", "model"))
-    assert np.asarray(found[1].is_valid).all()
-    assert bits(found) == bits(filled(mesh_of(8)))
 
 
 class Heavy(jr.Prioritized):
