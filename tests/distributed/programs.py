@@ -1,6 +1,7 @@
 """Compiled programs send only what they must, and copy nothing. On 8 devices."""
 
 import jax
+import pytest
 
 import jaxreplay as jr
 from tests.distributed import common
@@ -25,15 +26,33 @@ def turn(buffer, state, step, key):
     return state, batch
 
 
+def check(function, arguments, donated=None):
+    """As `check_in_place`, where a device reuses its part of a donated state."""
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(arguments[0]))
+    return check_in_place(
+        function, arguments, num_elements=SMALL, donated=donated, reused=whole // 8
+    )
+
+
 @common.THREE
 def test_a_loop_copies_nothing_and_sends_little(case):
     """A sample sends 12 bytes a device, an update the largest priority, an add nothing."""
     buffer, state, step = prepared(case)
     loop = lambda state, given: jax.lax.scan(lambda s, x: turn(buffer, s, *x), state, given)
-    own = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) // 8  # a device reuses its part
-    given = state, (stacked([step] * 4), KEYS)
-    found = sent(check_in_place(loop, given, num_elements=SMALL, donated=0, reused=own))
+    found = sent(check(loop, (state, (stacked([step] * 4), KEYS)), donated=0))
     largest = [("all-reduce", 4)] * hasattr(buffer.buffer.sampler, "alpha")
     assert found == [("all-gather", 12 * 8), *largest]
     found = sent(compiled(buffer.can_sample, state).as_text())
     assert found in ([("all-reduce", 8)], [("all-reduce", 4)] * 2)
+
+
+@pytest.mark.thorough
+@common.THREE
+def test_nothing_is_copied_by_one_method_alone(case):
+    buffer, state, step = prepared(case)
+    batch = jax.eval_shape(buffer.sample, state, KEYS[0])
+    check(buffer.add, (state, step), donated=0)
+    check(buffer.extend, (state, stacked([step] * 4)), donated=0)
+    check(buffer.sample, (state, KEYS[0]))
+    if case is common.PRIORITIZED:
+        check(buffer.update_priorities, (state, batch.index, batch.probability), donated=0)
