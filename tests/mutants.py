@@ -30,10 +30,11 @@ TESTS = {
     "samplers/joined.py": "samplers/test_blend.py buffers/test_newcomer_errors.py "
     "buffers/test_adopt.py",
     "samplers/shares.py": "samplers/test_blend.py buffers/test_newcomer_errors.py",
-    "samplers/sum_tree.py": "samplers/test_sum_tree.py samplers/test_prioritized.py",
+    "samplers/sum_tree.py": "samplers/test_sum_tree.py samplers/test_prioritized.py "
+    "storage/test_platforms.py",
     "views": f"{ORACLE} views/test_views.py views/test_transitions.py buffers/test_rewards.py",
     "actors/block.py": "actors/test_blocks.py actors/test_actors.py",
-    "datasets/episodes.py": "test_datasets.py test_dataset_files.py test_demonstrations.py",
+    "datasets/episodes.py": "test_datasets.py test_dataset_files.py",
 }
 
 
@@ -84,12 +85,14 @@ def main():
     parser.add_argument("--sample", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    target = ROOT / "jaxreplay" / options.file
+    target, tests = ROOT / "jaxreplay" / options.file, TESTS[options.file]
     paths = [target] if target.is_file() else sorted(target.glob("*.py"))
     places, rng = [place for path in paths for place in mutants(path)], random.Random(options.seed)
+    if failed := run_tests(paths[0].relative_to(ROOT / "jaxreplay"), paths[0].read_text(), tests):
+        sys.exit(f"{failed} fails without a change")
     drawn = [rng.choice(place) for place in rng.sample(places, min(options.sample, len(places)))]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        killed = sum(pool.map(lambda mutant: is_killed(mutant, TESTS[options.file]), drawn))
+        killed = sum(pool.map(lambda mutant: is_killed(mutant, tests), drawn))
     print(f"{options.file}: {killed} of {len(drawn)} mutants killed, of {len(places)} places")
     sys.exit(killed < LEAST * len(drawn))
 
