@@ -25,6 +25,7 @@ if IS_QUICK:
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
 from jaxreplay.buffers.jitted import options_here  # noqa: E402
@@ -104,6 +105,13 @@ def _compiles_nothing(request):
     yield
     if request.node.get_closest_marker("no_xla"):
         assert counter.num_programs == before, counter.newest(counter.num_programs - before)
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    """NumPy's generator, of which Stable-Baselines3's buffers draw, begins each test alike."""
+    if not ALL:
+        np.random.seed(0)
 
 
 @pytest.fixture(autouse=True)
