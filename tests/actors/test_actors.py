@@ -377,13 +377,22 @@ def test_an_interrupt_of_an_actor_repeats_no_step():
         acting.check_rows(replay, 4, gaps=10**6)
 
 
+class Granting(Allowance):
+    """Grants a block to an actor that waits for it."""
+
+    def wait(self, is_ready):
+        self.granted += 1
+        assert is_ready()
+
+
 class Link:
     """Keeps number, times and `resets` of an actor's blocks."""
 
     def __init__(self, setup):
-        self.blocks, self.setup = [], setup
+        self.blocks, self.setup, self.allowance = [], setup, Granting()
 
     def arrays(self, specs, number):
+        assert number < self.allowance.granted
         self.now = views(bytearray(4096), specs, self.setup)
         return self.now
 
@@ -393,9 +402,8 @@ class Link:
 
 
 def actor_of(setup, incarnation=0):
-    link, allowance = Link(setup), Allowance()
-    allowance.set(0, 100)
-    return jr.actors.Actor(0, incarnation, setup, link, allowance), link
+    link = Link(setup)
+    return jr.actors.Actor(0, incarnation, setup, link, link.allowance), link
 
 
 @pytest.mark.no_xla

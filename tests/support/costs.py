@@ -13,8 +13,8 @@ import pytest
 
 from tests.support import compilations
 
-MOST_LARGE_PROGRAMS = 1050  # distinct ones of over LARGE bytes, those of child processes included
-MOST_SECONDS = 3000  # of all processes, on all cores, with nothing in the cache
+MOST_LARGE_PROGRAMS = 740  # distinct ones of over LARGE bytes, those of child processes included
+MOST_SECONDS = 2200  # of all processes, on all cores, with nothing in the cache
 MOST_MEMORY = 3 * 2**30  # of a test process, in bytes
 LARGE = 25 * 2**10  # in the cache; half of the time of compiling is that of such programs
 _SHOWN = 12  # files
