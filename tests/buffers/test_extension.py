@@ -16,6 +16,7 @@ from jaxreplay.samplers.sum_tree import SumTree, SumTreeState
 from tests.buffers import test_contract, test_in_place
 from tests.checkpoint import test_changed_buffer, test_checkpoint
 from tests.conftest import ALL
+from tests.samplers import test_laws
 from tests.support.buffers import Case, everything, jitted
 
 
@@ -136,6 +137,10 @@ def calls_are_in_place(case):
         test_in_place.check(form, functools.partial(test_in_place.of_case, case))
 
 
+def draws_are_as_probable(case):
+    test_laws.check_draws(case.replay().sampler)
+
+
 CHECKS = (
     test_contract.test_a_state_and_items_keep_their_structure_and_dtypes,
     test_contract.test_a_donated_state_is_reused_and_gone,
@@ -151,6 +156,7 @@ if ALL:
         test_contract.test_jit_equals_eager,
         test_contract.test_extend_equals_add_for_each_step,
         calls_are_in_place,
+        draws_are_as_probable,
     )
 name_of = lambda check: check.__name__.removeprefix("test_")
 
