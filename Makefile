@@ -1,5 +1,5 @@
 # make demo      trains an agent and leaves a plot in out/
-# make quick     lint, and a few tests of three buffers: for each change (half a minute)
+# make quick     lint, and a few tests of two buffers: for each change (half a minute)
 # make test      a test of each promise, and a program with the oldest JAX (15 minutes on two cores)
 # make test-all PART=NAME  the same checks over more buffers, forms and seeds, docstrings and the oldest JAX: for each night; PART=list names them
 # make docs      builds the docs into out/docs, and runs every code cell
@@ -73,8 +73,8 @@ $(OLDEST)/installed:
 	touch $@
 
 FEW := tests/buffers/test_contract.py tests/storage/test_oracle_streams.py tests/checkpoint/test_checkpoint.py
-# Contracts and checkpoints of three buffers, and the oracle of three configurations, as on a CPU, a GPU and a TPU.
-QUICK := (test_contract or goes_on_to_the_last_bit) and (items] or steps]) or test_layers or config9- or config6- or config3-
+# Contracts of two buffers, a checkpoint, and the oracle of three configurations, as on a CPU, a GPU and a TPU.
+QUICK := test_contract and (items] or steps]) or goes_on_to_the_last_bit or test_layers or config9- or config6- or config3-
 quick: ruff $(OLDEST)/installed
 	PYTHONPATH=$(CURDIR) $(OLDEST)/bin/python -W error -c "import jaxreplay"
 	$(BIN)/python $(PYTEST) -k "$(QUICK)" $(FEW) tests/test_layers.py
@@ -100,7 +100,7 @@ mutants: $(VENV)/mutants
 	$(BIN)/python -m tests.mutants $(FILE) --sample $(or $(SAMPLE),40)
 
 # The main buffers with the oldest JAX that they run with.
-OLDEST_TESTS := (next_step] or items] or steps]) and (reused_and_gone or are_the_steps) or extend_equals or config9- or goes_on_to_the_last_bit and items
+OLDEST_TESTS := (next_step] or items] or steps]) and (reused_and_gone or are_the_steps) or extend_equals or config9- or goes_on_to_the_last_bit
 test-oldest: $(OLDEST)/installed
 	PYTHONPATH=$(CURDIR) $(OLDEST)/bin/python $(PYTEST) -k "$(OLDEST_TESTS)" $(FEW)
 
@@ -118,8 +118,7 @@ NEWEST := .venv-python3.12 .venv-python3.13
 	.venv-python$*/bin/pip --disable-pip-version-check -q install -c constraints.txt -e ".[test,checkpoint]"
 	touch $@
 
-COMPAT_TESTS := ((next_step] or items] or steps]) and (reused_and_gone or are_the_steps or in_place) or extend_equals \
-	or config9- or goes_on_to_the_last_bit and items or as_probable and (uniform or steps) or those_of_a_list)
+COMPAT_TESTS := $(OLDEST_TESTS) or (next_step] or items] or steps]) and in_place or as_probable and uniform or those_of_a_list
 compat: $(OLDEST)/installed $(MIDDLE)/installed $(NEWEST:=/installed) $(VENV)/installed
 	set -e; for env in $(OLDEST) $(MIDDLE) $(NEWEST); do $$env/bin/python -c "import sys, jax; print('== Python', sys.version.split()[0], 'jax', jax.__version__)"; \
 	PYTHONPATH=$(CURDIR) JAXREPLAY_CACHE=off $$env/bin/python $(PYTEST) -k "$(COMPAT_TESTS)" $(FEW) tests/buffers/test_in_place.py tests/samplers/test_laws.py tests/compat; done
@@ -137,7 +136,7 @@ AS_ON_ONE_REST := changed_buffer checkpoint checkpoint_damage checkpoint_faults 
 # Each file of tests is in one part.
 PART_core := types autoreset docstrings package newcomer_errors contract in_place layers laws uniform prioritized sum_tree queue blend mixture map_rows permutation errors x64 ecosystem
 PART_distributed := distributed
-PART_samplers := adopt extension recent plr without_replacement episodes targets donation plan state_check transitions
+PART_samplers := adopt end_streams extension recent plr without_replacement episodes targets donation plan state_check transitions
 PART_oracle := oracle_streams
 PART_views := views rewards agents groups split_programs tiered tiered_files
 PART_rollouts := rollout rollout_episodes trajectories datasets dataset_files dataset_peers lerobot inspect torch

@@ -109,7 +109,8 @@ def _compiles_nothing(request):
 
 @pytest.fixture(autouse=True)
 def _seeded():
-    """NumPy's generator, of which Stable-Baselines3's buffers draw, begins each test alike."""
+    """Begin each test with the same state of NumPy's generator, from which Stable-Baselines3's
+    buffers draw."""
     if not ALL:
         np.random.seed(0)
 

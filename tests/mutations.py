@@ -213,6 +213,20 @@ MUTATIONS = (
         "checkpoint/test_checkpoint_damage.py",
     ),
     (
+        "an end gives up a start of sequences, and the next one comes a period later",
+        "storage/newest_row.py",
+        "phase = jnp.where(is_given_up, before, phase)",
+        "phase = jnp.where(is_given_up, phase, phase)",
+        "buffers/test_end_streams.py",
+    ),
+    (
+        "an end counts a final row that opens an episode as one",
+        "storage/newest_row.py",
+        "ends = is_open & ~(is_final & ((last_flags & row_flags.FIRST) != 0))",
+        "ends = is_open",
+        "buffers/test_end_streams.py",
+    ),
+    (
         "candidates after a drop have the numbers of dropped ones",
         "buffers/drop.py",
         "end = counters.num_candidates + jnp.uint32(layout.length)",

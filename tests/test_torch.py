@@ -2,8 +2,6 @@
 number is narrowed silently."""
 
 import copy
-import types
-import unittest.mock
 
 import jax
 import jax.numpy as jnp
@@ -127,12 +125,6 @@ def test_a_batch_outlives_its_arrays():
 def test_what_has_no_tensor_is_named_with_the_way_out():
     gone = array("float32")
     gone.delete()
-    sharded = unittest.mock.Mock(
-        dtype=gone.dtype,
-        sharding=types.SimpleNamespace(device_set={0, 1}),
-        **{"is_deleted.return_value": False, "devices.return_value": {0, 1}},
-    )
-    sharded.__class__ = jax.Array
     reasons = {
         "gone": (gone, "was deleted, such as by donation"),
         "key": (jax.random.key(0), "pass jax.random.key_data(key)"),
@@ -140,7 +132,6 @@ def test_what_has_no_tensor_is_named_with_the_way_out():
         "number": (3.0, "is a float, not a jax.Array"),
         "numpy": (np.zeros(3), "is a ndarray, not a jax.Array"),
         "rare": (array("float8_e4m3b11fnuz"), "float8_e4m3b11fnuz, which torch does not have"),
-        "sharded": (sharded, "lies on 2 devices; take one with x.addressable_shards[i].data"),
     }
     tree = {"none": None, "good": array("int32"), **{name: x for name, (x, _) in reasons.items()}}
     with pytest.raises(ValueError, match="to_torch") as error:

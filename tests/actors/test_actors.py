@@ -386,7 +386,7 @@ class Granting(Allowance):
 
 
 class Link:
-    """Keeps number, times and `resets` of an actor's blocks."""
+    """Keeps number, times and `resets` of an actor's blocks, each of which was granted first."""
 
     def __init__(self, setup):
         self.blocks, self.setup, self.allowance = [], setup, Granting()

@@ -45,7 +45,7 @@ def transitions(capacity=60, num_envs=NUM_ENVS, autoreset="same_step", **options
 
 PRIORITIZED = {"sampler": jr.Prioritized()}
 OLD = transitions(**PRIORITIZED)
-NEW = {  # how the first two are read, the rest are too, but for envs: the test below has such a one
+NEW = {  # the rest are read as the first two; the test below has another number of envs
     "larger": transitions(200, sampler=jr.Prioritized(alpha=0.9)),
     "smaller, n_step, mask, without priorities": transitions(40, n_step=3, allow_mask=True),
     "fewer envs": transitions(num_envs=1),
@@ -106,13 +106,14 @@ def test_a_changed_buffer_restores_what_it_adopts(change, tmp_path):
 
 
 def test_a_final_row_that_is_owed_does_not_come_with_another_autoreset(tmp_path):
+    """And with fewer envs."""
     last = np.arange(TIME)[:, None] == TIME - 1
     steps = STEPS.replace(
         terminated=(STEPS.terminated & ~last) | (last & np.array([False, True])),
         truncated=STEPS.truncated & ~last,
         final_obs=None,
     )
-    old, new = transitions(autoreset="next_step"), transitions(n_step=2)
+    old, new = transitions(autoreset="next_step"), transitions(num_envs=1, n_step=2)
     state = jitted(old, "extend")(jitted(old, "init")(nth(steps, (0, 0))), steps)
     check_adopts(tmp_path, old, new, state)
 

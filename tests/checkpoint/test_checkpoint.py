@@ -147,7 +147,7 @@ def test_a_save_writes_what_is_new_and_forgets_what_is_old(tmp_path):
 
 
 def test_each_write_leaves_a_trace_of_its_own():
-    """By which a save finds it: of other values, some of which would be equal after a rounding; to
+    """A save finds writes by it: of other values, some of which would be equal after a rounding; to
     another leaf; to swapped rows or elements; to another row; in another order, also of one call;
     and by `map_rows`."""
     example = {"n": np.int32(0), "y": np.zeros(2, bool), "z": np.complex64(0)}

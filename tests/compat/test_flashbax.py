@@ -260,6 +260,33 @@ def test_everything_is_in_place(kind):
     check_in_place(train, (states, keys), num_elements=ROWS * 3, donated=0)
 
 
+@pytest.mark.thorough  # its methods are compared one by one above
+def test_stoixs_loop():
+    """Prioritised sequences of rollouts [envs, time], in a state that is stacked for each update
+    batch, with a learner under `pmap` and `vmap`."""
+    buffer = made("prioritised_trajectory", sample_batch_size=8, **SEQUENCES, max_size=512)
+
+    def learn(state, key):
+        state = buffer.add(state, steps(0, 8, 8))
+        batch = buffer.sample(state, key)
+        state = buffer.set_priorities(state, batch.indices, jnp.full(8, 2.0))
+        return state, batch.experience["obs"]["x"].mean()
+
+    start = jax.device_get(jax.jit(buffer.init)(EXAMPLE))
+    stacked = jax.tree.map(lambda leaf: np.broadcast_to(leaf, (1, 2, *leaf.shape)), start)
+    learner = jax.pmap(jax.vmap(learn), donate_argnums=0)
+    stacked, mean = learner(stacked, jax.random.split(KEY, (1, 2)))
+    assert mean.tolist() == [[1, 1]]
+
+    @jax.jit
+    def shown(state):
+        return state.current_index, state.is_full, buffer.can_sample(state), state.experience
+
+    *of_each, experience = shown(stacked)
+    assert [leaf.tolist() for leaf in of_each] == [[[8, 8]], [[False] * 2], [[True] * 2]]
+    assert experience["obs"]["x"].shape == (1, 2, 8, 64, 3)
+
+
 # As Stoix, Mava and purejaxrl name flashbax's types.
 PROGRAM = """
 from typing import NamedTuple

@@ -134,6 +134,17 @@ def test_rows_are_changed_where_they_lie():
     np.testing.assert_array_equal(found, 3 * (numbers + 100 * np.isin(numbers, row)))
 
 
+def test_a_tensor_is_of_one_shard():
+    pytest.importorskip("torch", reason="the torch extra is not installed")
+    from jaxreplay.torch import to_torch
+
+    place = NamedSharding(mesh_of(2), P("data"))
+    x = jax.device_put(np.arange(8, dtype=np.float32), place)
+    with refused(r"lies on 2 devices; take one with x.addressable_shards\[i\].data"):
+        to_torch(x)
+    assert to_torch(x.addressable_shards[1].data).tolist() == [4, 5, 6, 7]
+
+
 def test_steps_of_some_envs_go_to_their_shards():
     buffer = items(4, jr.Prioritized(alpha=1.0))
     step, priority = np.arange(4, dtype=np.float32), np.float32([1, 5, 2, 9])

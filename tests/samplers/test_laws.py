@@ -157,8 +157,8 @@ LENGTHS = (1, 2, 5, 17)
 
 
 def test_pairs_have_the_law_of_their_horizon_and_never_cross_an_episode():
-    """Episodes are equally probable whatever their lengths, then their steps. Horizons that are
-    not clipped have their law below."""
+    """Episodes are equally probable whatever their lengths, then their steps. The test of JaxGCRL's
+    rule has horizons that are not clipped."""
     buffer, state = stream(LENGTHS, gamma=0.9, beyond="clip")
     batch = jax.device_get(jax.jit(buffer.sample)(state, jax.random.key(7)))
     items, (episode, place) = batch.experience, batch.experience.obs.T
@@ -216,8 +216,8 @@ def test_pairs_of_episodes_that_go_on_have_the_law_of_jaxgcrl():
     assert (pairs.future_obs - pairs.obs == pairs.num_steps).all()
 
 
-# strategy, fraction of new goals, steps of an episode that goes on, and the rows whose goals the
-# steps 3, of an episode of 9 steps, and 17, of the one that goes on, may have
+# Strategy; fraction of new goals; number of steps of an episode that goes on; and for two steps,
+# the first and the last row whose goal they may have. Step 17 is of the episode that goes on.
 GOALS = [
     ("future", 0.25, 5, {3: (4, 9), 17: (18, 20)}),
     ("final", 1.0, 5, {3: (9, 9), 17: (20, 20)}),

@@ -19,9 +19,11 @@ from stable_baselines3 import DQN, SAC, TD3
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 from jaxreplay import datasets, sb3
-from jaxreplay.sb3 import columns
+from jaxreplay.buffers.jitted import options_here
+from jaxreplay.sb3 import columns, rows as rows_of
 from tests.conftest import ALL, SOAK
 from tests.support.compilations import count_programs
+from tests.support.hlo import check_in_place
 from tests.support.refusals import refused
 from tests.support.replays import have_few_lengths
 from tests.support.sb3_streams import (
@@ -349,3 +351,15 @@ def test_without_stable_baselines3_the_error_names_the_extra(monkeypatch):
         r"jaxreplay.sb3 needs Stable-Baselines3: pip install 'jaxreplay\[sb3\]'", ImportError
     ):
         importlib.import_module("jaxreplay.sb3")
+
+
+@pytest.mark.thorough  # the methods of our buffers are in the table of in-place calls
+def test_an_add_and_a_sample_are_in_place():
+    ours = sb3.NStepReplayBuffer(1 << 16, VECTOR, BOX, n_envs=2, gamma=0.99)
+    steps = jax.tree.map(lambda leaf: np.zeros((4, 2, *leaf.shape), leaf.dtype), ours._example())
+    flags, rows = np.zeros((4, 2), bool), np.zeros((2, 8), np.int32)
+    options = {"num_elements": 1 << 16, **options_here()}
+    add = functools.partial(rows_of._add_and_read, ours._replay)
+    check_in_place(add, (ours._state, (steps, flags, flags), rows), donated=0, **options)
+    items = functools.partial(rows_of._items, ours._replay)
+    check_in_place(items, (ours._state, rows), **options)

@@ -11,7 +11,9 @@ from gymnasium import spaces
 from scipy import stats
 
 from jaxreplay import sb3
+from jaxreplay.sb3 import hindsight
 from jaxreplay.stateful import owner
+from tests.support.hlo import check_in_place
 from tests.support.refusals import refused, warned
 from tests.support.replays import have_one_length
 
@@ -226,3 +228,13 @@ def test_an_episode_may_end_where_the_buffer_was_saved():
         obs, goal = (x[NUM_REAL:] % 1000 for x in (obs, goal))
         assert bool(((obs >= 10) & (obs < 15) & (goal > 15)).any()) == crosses
         assert goal.max() == 19.5
+
+
+@pytest.mark.thorough
+def test_a_draw_is_in_place():
+    buffer, seed = make(1 << 16, n_envs=1), np.uint32(0)
+    check_in_place(
+        lambda state: hindsight._draw(2, 6)(buffer._replay, state, (seed, seed)),
+        (buffer._state,),
+        num_elements=1 << 16,
+    )

@@ -52,8 +52,8 @@ def use_cache() -> None:
 
 def compile_quickly() -> None:
     """Have XLA leave machine code as it is, and fuse without its emitters, in this process and its
-    children: either halves the time of compiling. Call this before JAX is imported. The second is
-    for jaxlib 0.10: 0.12 has emitters alone, and stops at an unknown flag."""
+    children. Call this before JAX is imported. The second is for jaxlib 0.10: 0.12 has emitters
+    alone, and stops at an unknown flag."""
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "True"
     flags = os.environ.get("XLA_FLAGS", "")
     if importlib.metadata.version("jaxlib").startswith("0.10.") and _QUICK not in flags:
