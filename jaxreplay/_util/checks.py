@@ -65,14 +65,14 @@ def check_range(where: str, name: str, value: Any, low: float, high: float) -> N
         raise ValueError(f"{where}: {name} must be {limits}, got {value}")
 
 
-def checked_seconds(where: str, timeout: Any, least: float = 0.0) -> float:
+def checked_seconds(where: str, timeout: Any, least: float = 0.0, name: str = "timeout") -> float:
     if (
         isinstance(timeout, bool)
         or not isinstance(timeout, int | float | np.number)
         or not timeout >= least
     ):
         raise ValueError(
-            f"{where}: timeout must be a number of seconds, at least {least:g}, got {timeout!r}"
+            f"{where}: {name} must be a number of seconds, at least {least:g}, got {timeout!r}"
         )
     return float(timeout)
 

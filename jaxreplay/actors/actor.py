@@ -1,12 +1,13 @@
-"""An actor: it takes steps in its own envs, and sends them in blocks."""
+"""An actor: it takes steps in its own envs, and answers with blocks of them."""
 
 import dataclasses
+import functools
 import math
 import pickle
-import threading
 import time
+import traceback
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,16 +15,12 @@ import numpy as np
 from jaxreplay._util import checks
 from jaxreplay._util.aliases import Autoreset, PyTree
 from jaxreplay._util.names import kind_of
+from jaxreplay.actors.block import Block, News
+from jaxreplay.actors.outbox import Outbox, StoppedError
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.host import arrays
 from jaxreplay.host.staging import Staging
 from jaxreplay.types import Step
-
-IN_FLIGHT = 3  # blocks of an actor, with the one that it fills
-
-
-class StoppedError(BaseException):
-    """The learner has stopped the actor. No `except Exception` of an `act` catches it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,66 +74,6 @@ class Setup:
         return cls(num_actors, num_envs, block_length, seed, *told, example, version_key)
 
 
-class Link(Protocol):
-    """An actor's connection to the learner. `Allowance` says what the learner allows."""
-
-    def arrays(self, specs: Any, number: int) -> Any:
-        """Return the arrays of a block, which `send` sends: steps, mask and priorities."""
-        ...
-
-    def send(
-        self, number: int, length: int, version: int, resets: Any, seconds: float, waited: float
-    ) -> None:
-        """Send a block of so many steps; the others are fields of `Block`."""
-        ...
-
-    def newest(self) -> tuple[int, bytes] | None:
-        """Return the version and the bytes of the newest parameters, if they are new."""
-        ...
-
-
-class Allowance:
-    """Number of the actor's blocks that were added, and that it may begin; set by another thread.
-
-    Attributes:
-      acked: Number of blocks that were added.
-      granted: Number of blocks that may be begun.
-      is_stopped: Whether the learner has stopped the actor, or is gone.
-    """
-
-    def __init__(self) -> None:
-        self.acked = self.granted = 0
-        self.is_stopped = self._is_waited_for = False
-        self._changed = threading.Condition()
-
-    def set(self, acked: int, granted: int) -> None:
-        """Raise both numbers."""
-        with self._changed:
-            self.acked, self.granted = max(self.acked, acked), max(self.granted, granted)
-            self._changed.notify_all()
-
-    def stop(self) -> None:
-        """Stop the actor."""
-        with self._changed:
-            self.is_stopped = True
-            self._changed.notify_all()
-
-    def wait(self, is_ready: Callable[[], bool]) -> None:
-        """Wait until `is_ready()`. A `StoppedError` is raised if the actor was stopped."""
-        with self._changed:
-            self._is_waited_for = True
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self.is_stopped or is_ready())
-            self._is_waited_for = False
-        if self.is_stopped:
-            raise StoppedError
-
-    def rest(self, seconds: float) -> None:
-        """Wait as long, or until the actor waits."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.is_stopped or self._is_waited_for, seconds)
-
-
 class Actor:
     """One of the actors that `Replay.start` has started, as `act(actor)` gets it.
 
@@ -144,8 +81,8 @@ class Actor:
       index: Number of the actor, from 0.
       incarnation: Number of times that it was started before.
       setup: What all actors are told.
-      link: Its connection to the learner.
-      allowance: What the learner allows.
+      outbox: What the learner asks for, and gets.
+      memory: Called with a size in bytes and the number of a block; returns memory for it.
 
     Attributes:
       index: Number of the actor, from 0.
@@ -158,16 +95,23 @@ class Actor:
     """
 
     def __init__(
-        self, index: int, incarnation: int, setup: Setup, link: Link, allowance: Allowance
+        self,
+        index: int,
+        incarnation: int,
+        setup: Setup,
+        outbox: Outbox,
+        memory: Callable[[int, int], Any] = lambda size, number: np.zeros(size, np.uint8),
     ):
         self.index, self.incarnation, self.version = index, incarnation, 0
         self.num_actors, self.num_envs = setup.num_actors, setup.num_envs
         self.envs = range(index * self.num_envs, (index + 1) * self.num_envs)
         entropy = np.random.SeedSequence([setup.seed, index, incarnation])
         self.seed = int(entropy.generate_state(1)[0] >> 1)
-        self._setup, self._link, self._allowance = setup, link, allowance
+        self._setup, self._outbox, self._memory_for = setup, outbox, memory
         self._params: Any = None
         self._number = self._length = 0  # blocks that were sent, steps of the one that is filled
+        self._memory: Any = None  # of the block that is filled
+        self._told: Any = None  # format of the newest block, and the same in bytes
         self._arrays: list[np.ndarray] = []  # of the block that is filled
         self._steps: Any = None  # of the block, of which these are the leaves
         self._mask: Any = None
@@ -185,7 +129,7 @@ class Actor:
     @property
     def running(self) -> bool:
         """True while the learner wants more steps."""
-        return not self._allowance.is_stopped
+        return not self._outbox.is_stopped
 
     def params(self) -> Any:
         """Return the newest parameters that were published, of type and structure as they were.
@@ -195,7 +139,7 @@ class Actor:
         Returns:
           The parameters; those that `Replay.start` got, or None, if none were published yet.
         """
-        found = self._link.newest()
+        found = self._outbox.newest()
         if found is not None:
             self.version, self._params = found[0], pickle.loads(found[1])
             self._stamp = np.full(self.num_envs, self.version, np.int32)
@@ -319,7 +263,11 @@ class Actor:
             its_mask = jax.ShapeDtypeStruct((), bool) if self._setup.allow_mask else None
             priorities = None if priority is None else jax.ShapeDtypeStruct((), np.float32)
             specs = self._format.specs, its_mask, priorities
-            self._steps, self._mask, self._priority = self._link.arrays(specs, self._number)
+            if self._told is None or self._told[0] != specs:
+                self._told = specs, pickle.dumps(specs)
+            size = layout(specs, self._setup)[1]
+            self._memory = self._memory_for(size, self._number)
+            self._steps, self._mask, self._priority = views(self._memory, specs, self._setup)
             self._arrays = jax.tree.leaves(self._steps)
             if self._mask is not None:
                 self._mask[:] = True
@@ -346,12 +294,13 @@ class Actor:
         if self._length:
             now = time.monotonic()
             resets = self._ended if self._ended.any() else None
-            figures = self._length, self._first_version, resets, now - self._since, self._waited
+            figures = self._first_version, resets, now - self._since, self._waited
+            about, memory = (self._told[1], self._length, *figures), self._memory
             number, ended = self._number, self._ended_after(self._length)
             # at once, and first: should an interrupt come, the block is lost, and a gap
             self._length, self._number, self._ended = 0, number + 1, ended
             self._since, self._waited = now, 0.0
-            self._link.send(number, *figures)
+            self._outbox.put(number, about, memory)
 
     def _ended_after(self, length: int) -> np.ndarray:
         """Return bool[e], True for the envs whose last step has ended an episode, if the next one
@@ -367,43 +316,56 @@ class Actor:
 
     def wait_for_grant(self) -> None:
         """Wait until the next block may be begun."""
-        if self._allowance.granted > self._number and not self._allowance.is_stopped:
+        if self._outbox.asked > self._number and not self._outbox.is_stopped:
             return
         began = time.monotonic()
-        self._allowance.wait(lambda: self._allowance.granted > self._number)
+        self._outbox.skip(self._number)
+        self._outbox.begin(self._number)
         self._waited += time.monotonic() - began
 
-    def finish(self) -> None:
-        """Send what is left, and wait until it was added."""
-        self._send()
-        self._allowance.wait(lambda: self._allowance.acked >= self._number)
 
-
-def run(act: Callable[[Actor], Any], *of: Any) -> None:
-    """Run an actor until `act` returns, or it was stopped."""
+def run(act: Callable[[Actor], Any], index: int, incarnation: int, setup: Setup, *of: Any) -> None:
+    """Run an actor until `act` returns, or it is stopped; tell its outbox, the first of the others,
+    how it ended."""
+    outbox: Outbox = of[0]
     try:
-        actor = Actor(*of)
+        actor = Actor(index, incarnation, setup, *of)
         actor.wait_for_grant()
         act(actor)
-        actor.finish()
+        actor._send()
+        outbox.end("")
     except StoppedError:
         pass
+    except BaseException:
+        if not outbox.is_stopped:
+            outbox.end(traceback.format_exc())
 
 
-def layout(specs: Any, length: int, num_envs: int) -> tuple[list[Any], int]:
+def layout(specs: Any, setup: Setup) -> tuple[list[Any], int]:
     """Return shape, dtype and offset of each leaf of a block, and its size in bytes."""
     places, end = [], 0
     for spec in jax.tree.leaves(specs):
-        shape, dtype = (length, num_envs, *spec.shape), np.dtype(spec.dtype)
+        shape, dtype = (setup.block_length, setup.num_envs, *spec.shape), np.dtype(spec.dtype)
         places.append((shape, dtype, end))
         end += -(-math.prod(shape) * dtype.itemsize // 64) * 64
     return places, end
 
 
-def views(memory: Any, specs: Any, setup: Setup, start: int = 0) -> Any:
+def views(memory: Any, specs: Any, setup: Setup) -> Any:
     """Return the arrays of a block in some memory, as a tree."""
-    arrays = [
-        np.ndarray(shape, dtype, memory, start + offset)
-        for shape, dtype, offset in layout(specs, setup.block_length, setup.num_envs)[0]
-    ]
+    arrays = [np.ndarray(shape, dtype, memory, at) for shape, dtype, at in layout(specs, setup)[0]]
     return jax.tree.unflatten(jax.tree.structure(specs), arrays)
+
+
+_specs_of = functools.lru_cache(pickle.loads)
+
+
+def heard(setup: Setup, index: int, incarnation: int, kind: str, *of: Any) -> Block | News:
+    """Return an answer of an outbox, or "ready", as the learner's thread takes it."""
+    if kind == "block":
+        number, (told, length, *figures), memory = of
+        steps = jax.tree.map(lambda leaf: leaf[:length], views(memory, _specs_of(told), setup))
+        return Block(index, (incarnation, number), steps, *figures)
+    if kind == "end":
+        return News(index, incarnation, "lost" if of[0] else "done", of[0])
+    return News(index, incarnation, kind, added=of[0] if of else 0)

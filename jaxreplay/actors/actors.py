@@ -1,4 +1,4 @@
-"""The learner's side of actors: a thread adds their blocks, and tells each how far it may go on."""
+"""The learner's side of actors: a thread asks each for blocks, and adds them."""
 
 import atexit
 import collections
@@ -8,46 +8,58 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from jaxreplay._util import checks
-from jaxreplay.actors.actor import IN_FLIGHT, Actor, Setup
-from jaxreplay.actors.block import Block, Inbox, News, joined
+from jaxreplay.actors.actor import Actor, Setup
+from jaxreplay.actors.block import IN_FLIGHT, Block, Inbox, News, joined
 from jaxreplay.actors.processes import local
+from jaxreplay.actors.restarts import Restarts
 
 _TICK = 0.1  # seconds between looks whether the actors are stopped
 _VERSIONS = 8  # newest ones, whose mean number of steps is that of a version
 
 
 class Engine(Protocol):
-    """Runs actors somewhere. One thread calls all methods but `publish` and `wake`. `run` is a name
-    that no other actors have; `is_new` says whether these began in the incarnations that were
-    asked for."""
+    """Runs actors somewhere. One thread calls all methods but `share` and `wake`.
+
+    Attributes:
+      run: Name that no other actors have.
+      known: Incarnations of actors that another learner has begun, by their index.
+    """
 
     run: str
-    is_new: bool
+    known: Mapping[int, int]
 
-    def receive(self, seconds: float) -> list[Block | News]:
-        """Return what has arrived; wait for some as long."""
+    def begin(self, index: int, incarnation: int) -> None:
+        """Start an actor, or go on with a known one. `News` tell when it may be asked."""
         ...
 
-    def allow(self, index: int, incarnation: int, acked: int, granted: int) -> None:
-        """Tell an actor how many of its blocks were added, and how many it may begin."""
+    def ask(self, index: int, number: int, added: int, params: Any) -> None:
+        """Ask an actor for a block, as `Ask` has it."""
         ...
 
-    def publish(self, version: int, data: bytes) -> None:
-        """Let actors find new parameters."""
+    def answers(self, seconds: float) -> list[Block | News]:
+        """Return what has arrived, of each actor in order; wait for some as long."""
+        ...
+
+    def end(self, index: int) -> None:
+        """End an actor that hangs. Nothing more comes from it."""
+        ...
+
+    def share(self, data: bytes) -> Any:
+        """Put parameters where actors find them. Return what a request says of it."""
         ...
 
     def wake(self) -> None:
-        """Let `receive` return."""
+        """Let `answers` return."""
         ...
 
     def stop(self, seconds: float) -> None:
-        """Stop the actors."""
+        """Stop the actors. Those that run after so many seconds are killed."""
         ...
 
 
@@ -93,15 +105,19 @@ class Host(Protocol):
 
         Args:
           offer: The blocks.
-          timeout: Seconds to wait while samples lag behind.
+          timeout: Seconds to wait until they can be added.
 
         Returns:
-          False if nothing was added: samples lag behind, or the replay is closed.
+          False if nothing was added.
         """
         ...
 
     def changed(self) -> None:
         """Look whether actors have failed."""
+        ...
+
+    def lead(self, num_steps: int) -> int:
+        """Return how many blocks of each actor may be under way, of so many steps in all."""
         ...
 
     def progress(self) -> tuple[float, float, bool]:
@@ -114,7 +130,8 @@ class Actors:
     """The actors that `Replay.start` has started.
 
     Args:
-      act: As for `Replay.start`, as are `params`, `max_restarts`, `max_staleness` and `on`.
+      act: As for `Replay.start`, as are `params`, `max_restarts`, `max_staleness`, `block_timeout`
+        and `on`.
       setup: What all are told.
       host: The replay.
       steps_per_version: Number of steps that are thought to be added for each version, before some
@@ -132,6 +149,7 @@ class Actors:
         params: Any = None,
         max_restarts: int = 3,
         max_staleness: int | None = None,
+        block_timeout: float = 300.0,
         on: Any = None,
     ):
         checks.check_callable("start", "act", act, ("actor",))
@@ -141,53 +159,56 @@ class Actors:
         for name, value in given.items():
             if not isinstance(value, int) or value < 0:
                 raise ValueError(f"start: {name} must be an int of at least 0, got {value!r}")
-        self._setup, self._host, self._inbox = setup, host, Inbox(setup.num_actors)
+        self._timeout = checks.checked_seconds("start", block_timeout, name="block_timeout")
+        num = setup.num_actors
+        self._setup, self._host, self._inbox = setup, host, Inbox(num)
         self._max_staleness, self._default = max_staleness, steps_per_version
-        self.version = 0  # of the newest parameters
         data = _pickled("start", params)
+        self._engine: Engine = (on or local())(act, setup)
         added = saved["added"] if saved else []
-        begun = (saved or {}).get("incarnations") or [newest for newest, _ in added]
-        if len(begun) != setup.num_actors:
-            begun = [-1] * setup.num_actors
-        self._incarnations = [incarnation + 1 for incarnation in begun]  # the newest
-        self._engine: Engine = (on or local())(act, setup, self._incarnations, max_restarts)
-        if not self._engine.is_new:
-            self._incarnations = [0] * setup.num_actors
+        before = (saved or {}).get("incarnations") or [newest for newest, _ in added]
+        before = before if len(before) == num else [-1] * num
+        # incarnations that have begun, or will after a pause
+        self._begun = [self._engine.known.get(of, one + 1) for of, one in enumerate(before)]
+        self.version = 0  # of the newest parameters
+        self._is_done = [False] * num
+        self.error: BaseException | None = None
+        self._figures = collections.Counter()
+        self._restarts = [Restarts(max_restarts) for _ in range(num)]
+        self._began = [time.monotonic()] * num  # when the newest incarnation did
+        self._since = [0.0] * num  # when it has answered, or was asked first
+        self._due: list[tuple[float, int]] = []  # when to begin an actor again
+        self._params: Any = None  # version of the newest, and what the engine says of it
+        self._told = [-1] * num  # newest version that each was told
+        self._lead, self._turn = IN_FLIGHT, 0
+        # steps that the learner had taken when it published; samples may run ahead of the base
+        self._base = 0.0
+        self._taken: collections.deque[float] = collections.deque(maxlen=_VERSIONS + 1)
+        # blocks that were asked for, oldest first: actor, incarnation, number, and what the learner
+        # had taken
+        self._asked: collections.deque[Any] = collections.deque()
+        # envs of each actor that took no step since a cut, and whose next one only resets; or None
+        self._resets: list[Any] = [None] * num
+        self._joined: Offer | None = None  # blocks that are to be added
+        self._recent: collections.deque[Any] = collections.deque(maxlen=4 * num)
         try:
             if saved is not None:
                 self.resume(saved)
             if params is not None:
-                self._engine.publish(self.version, data)
+                self._params = self.version, self._engine.share(data)
+            for index, incarnation in enumerate(self._begun):
+                self._engine.begin(index, incarnation)
         except BaseException:
             self._engine.stop(0.0)
             raise
-        num = setup.num_actors
-        self._alive: list[Any] = [None] * num  # incarnations
-        self._begun = [*self._incarnations]  # of which others have the seeds
-        self._acked, self._granted = [0] * num, [0] * num
-        self._turn = 0
-        self._is_done = [False] * num
-        self.error: BaseException | None = None
-        self._lock = threading.Lock()  # of `publish`
-        self._figures = collections.Counter()
-        # steps that the learner had taken when it published; samples may run ahead of the base
-        self._base = 0.0
-        self._taken: collections.deque[float] = collections.deque(maxlen=_VERSIONS + 1)
-        self._told: list[Any] = [None] * num  # incarnations, and the two numbers
-        # blocks that may be begun, oldest first: actor, incarnation, number, and what the learner
-        # had taken
-        self._grants: collections.deque[Any] = collections.deque()
-        # envs of each actor that took no step since a cut, and whose next one only resets; or None
-        self._due: list[Any] = [None] * num
-        self._joined: Offer | None = None  # blocks that wait until samples have caught up
-        self._recent: collections.deque[Any] = collections.deque(maxlen=4 * num)
         self._is_stopped, self._pid = threading.Event(), os.getpid()
         self._thread = threading.Thread(target=self._run, name="actors", daemon=True)
         atexit.register(self.stop)
         self._thread.start()
 
     def publish(self, params: Any) -> int:
-        """Send parameters to the actors: the next `actor.params()` returns them.
+        """Send parameters to the actors: they go with the next request for a block, after which
+        `actor.params()` returns them.
 
         Args:
           params: Anything that can be pickled, on the host: arrays of JAX or NumPy, tensors. An
@@ -199,15 +220,20 @@ class Actors:
         data = _pickled("publish", params)
         if self.is_stopped:
             raise RuntimeError("publish: the actors are stopped")
-        with self._lock:
-            self._engine.publish(self.version + 1, data)
+        shared = self._engine.share(data)
+        with self._host.lock:
             self.version += 1
-            with self._host.lock:
-                ahead = self._host.progress()[0]
-                self._base = self._figures["steps"] - max(ahead, 0)
-                self._taken.append(self._figures["steps"] - ahead)
+            self._params, version = (self.version, shared), self.version
+            ahead = self._host.progress()[0]
+            self._base = self._figures["steps"] - max(ahead, 0)
+            self._taken.append(self._figures["steps"] - ahead)
+        self._engine.wake()
+        return version
+
+    def look(self) -> None:
+        """Let more blocks be asked for, if fewer were because samples lagged behind."""
+        if self._lead < IN_FLIGHT and self._lead < self._host.lead(self._block_of_all):
             self._engine.wake()
-            return self.version
 
     @property
     def failure(self) -> BaseException | None:
@@ -237,7 +263,7 @@ class Actors:
     def resume(self, state: Any) -> None:
         """Continue after the blocks that a checkpoint has; None if it knows no actors. Those of
         another run are no predecessors: all begin with a cut."""
-        added, state = [(one - 1, 0) for one in self._incarnations], state or {"run": None}
+        added, state = [(one - 1, 0) for one in self._begun], state or {"run": None}
         self._inbox.resume(state["added"] if state["run"] == self._engine.run else added)
         self.version = max(self.version, state.get("version", 0))
 
@@ -251,7 +277,8 @@ class Actors:
           `waiting`: share of their time that the actors were held back, in the same blocks.
           `alive`: number of actors that run.
           `lost`: number of times that an actor was lost; `restarts`: that one was started again.
-          `dropped_blocks`: number of blocks that came twice or too late, or were lost.
+          `hung`: number of times that a block took longer than `block_timeout`.
+          `dropped_blocks`: number of blocks that were lost, or that rows had that were loaded.
           `version`: newest version of the parameters.
           `staleness`: mean number of versions from the parameters that acted to the newest ones,
           when a block was added; `largest_staleness`: the largest so far.
@@ -264,9 +291,10 @@ class Actors:
             "steps_per_second": sum(num for _, num, *_ in recent)
             / max(time.monotonic() - first, 1e-9),
             "waiting": sum(waited for *_, waited, _ in recent) / max(times, 1e-9),
-            "alive": sum(one is not None for one in self._alive),
+            "alive": sum(line.is_alive for line in self._inbox.lines),
             "lost": figures["lost"],
             "restarts": figures["restarts"],
+            "hung": figures["hung"],
             "dropped_blocks": self._inbox.num_dropped,
             "version": self.version,
             "staleness": sum(stale for *_, stale in recent) / max(len(recent), 1),
@@ -282,6 +310,8 @@ class Actors:
         """
         self._is_stopped.set()
         if os.getpid() == self._pid:
+            if self._thread.is_alive():
+                self._engine.wake()
             self._thread.join()
             self._engine.stop(timeout)
         atexit.unregister(self.stop)
@@ -290,28 +320,60 @@ class Actors:
         try:
             while not self._is_stopped.is_set():
                 has_next = self._joined is not None or self._inbox.next_blocks()
-                for one in self._engine.receive(0.0 if has_next else _TICK):
+                for one in self._engine.answers(0.0 if has_next else _TICK):
                     self._hear(one)
+                self._heal()
                 self._insert()
-                self._allow()
+                self._ask()
         except BaseException as error:
             self.error = error
             self._host.changed()
 
     def _hear(self, one: Block | News) -> None:
+        index, now = one.actor, time.monotonic()
+        self._since[index] = now
         if isinstance(one, Block):
             self._inbox.receive(one)
+        elif one.incarnation != self._begun[index]:  # it was given up
             return
-        index, self._is_done[one.actor] = one.actor, one.kind == "done"
-        self._incarnations[index] = max(self._incarnations[index], one.incarnation)
-        self._begun[index] = max(self._begun[index], one.incarnation + (one.kind == "lost"))
-        self._alive[index] = one.incarnation if one.kind == "ready" else None
-        self._acked[index], self._granted[index] = one.acked, one.granted
-        self._figures["lost"] += one.kind in ("lost", "failed")
-        self._figures["restarts"] += one.kind == "lost"
-        if one.kind == "failed":
-            raise RuntimeError(f"actor {index} failed: {one.why}")
-        self._host.changed()
+        elif one.kind == "ready":
+            self._inbox.begin(index, one.incarnation, one.added)
+            self._told[index] = -1
+        elif one.kind == "gap":
+            self._inbox.skip(index, one.added)
+        else:
+            self._inbox.lose(index)
+            self._is_done[index] = one.kind == "done"
+            if one.kind == "replaced":
+                raise RuntimeError("another learner has these actors now")
+            if one.kind == "lost":
+                self._lose(index, now, one.why)
+            self._host.changed()
+
+    def _lose(self, index: int, now: float, why: str) -> None:
+        """Begin an actor again after a pause, or raise an error."""
+        pause = self._restarts[index].pause_after(now - self._began[index])
+        self._figures["lost"] += 1
+        if pause is None:
+            raise RuntimeError(f"actor {index} failed: {why}")
+        self._figures["restarts"] += 1
+        self._begun[index] += 1
+        self._due.append((now + pause, index))
+
+    def _heal(self) -> None:
+        """Begin actors that are due; give those up that hang."""
+        now = time.monotonic()
+        for index in [index for when, index in self._due if when <= now]:
+            self._due = [one for one in self._due if one[1] != index]
+            self._began[index] = now
+            self._engine.begin(index, self._begun[index])
+        for index, line in enumerate(self._inbox.lines):
+            is_late = now - self._since[index] > self._timeout
+            if line.is_alive and line.asked > line.heard and is_late:
+                self._engine.end(index)
+                self._figures["hung"] += 1
+                why = f"no block came for {self._timeout:g} s; block_timeout= may be longer"
+                self._hear(News(index, line.incarnation, "lost", why))
 
     def _insert(self) -> None:
         if self._joined is None:
@@ -332,13 +394,13 @@ class Actors:
         offer: Any = self._joined
         for place, block in enumerate(offer.blocks):
             ends[block.actor] = is_cut = self._inbox.is_cut(block)
-            due = block.resets if is_cut else self._due[block.actor]
+            due = block.resets if is_cut else self._resets[block.actor]
             if due is not None:
                 own = offer.mask_of(place)
                 envs, took = np.flatnonzero(due), own.any(0)
                 own[own[:, envs].argmax(0), envs] = False
                 due = due & ~took if (due & ~took).any() else None
-            self._due[block.actor] = due
+            self._resets[block.actor] = due
         return ends.reshape(-1) if self._setup.autoreset and ends.any() else None
 
     def _note(self, blocks: Sequence[Block]) -> None:
@@ -347,55 +409,66 @@ class Actors:
         assert offer is not None
         self._inbox.note(blocks)
         for place, block in enumerate(blocks):
-            incarnation, number = block.place
-            if self._alive[block.actor] == incarnation:
-                self._acked[block.actor] = max(self._acked[block.actor], number + 1)
             stale, num = self.version - block.version, int(offer.mask_of(place).sum())
             self._recent.append((now, num, block.seconds, block.waited, stale))
             self._figures["steps"] += num
             self._figures["staleness"] = max(self._figures["staleness"], stale)
 
-    def _allow(self) -> None:
-        """Grant blocks, the actors in turn, up to `IN_FLIGHT` of each that are not added yet."""
-        num = len(self._alive)
-        order = [*range(self._turn, num), *range(self._turn)]
-        order = [index for index in order if self._alive[index] is not None]
-        under_way = sum(self._granted[index] - self._acked[index] for index in order)
-        most = self._most_blocks(under_way == 0)
-        for limit in range(1, IN_FLIGHT + 1):
+    @property
+    def _block(self) -> int:
+        """Number of steps of a block."""
+        return self._setup.block_length * self._setup.num_envs
+
+    @property
+    def _block_of_all(self) -> int:
+        return self._block * self._setup.num_actors
+
+    def _ask(self) -> None:
+        """Ask for blocks, the actors in turn, up to `IN_FLIGHT` of each that are not added yet."""
+        lines = self._inbox.lines
+        order = [*range(self._turn, len(lines)), *range(self._turn)]
+        order = [index for index in order if lines[index].is_alive]
+        under_way = sum(line.under_way for line in lines)
+        most, self._lead = self._most_blocks(under_way == 0), self._host.lead(self._block_of_all)
+        for limit in range(1, self._lead + 1):
             for index in order:
                 if under_way >= most:
-                    break
-                if self._granted[index] - self._acked[index] < limit:
-                    place = self._alive[index], self._granted[index]
-                    self._grants.append((index, *place, self._base))
-                    self._granted[index] += 1
+                    return
+                line = lines[index]
+                if line.under_way < limit:
+                    if line.asked == line.heard:
+                        self._since[index] = time.monotonic()
+                    number, added = self._inbox.ask(index)
+                    self._asked.append((index, line.incarnation, number, self._base))
+                    params = self._params
+                    if params is not None and params[0] == self._told[index]:
+                        params = None
+                    self._engine.ask(index, number, added, params)
+                    self._told[index] = self._told[index] if params is None else params[0]
                     self._turn, under_way = index + 1, under_way + 1
-        for index in order:
-            allowed = self._alive[index], self._acked[index], self._granted[index]
-            if self._told[index] != allowed:
-                self._told[index] = allowed
-                self._engine.allow(index, *allowed)
 
     def _most_blocks(self, is_idle: bool) -> float:
         """Return how many blocks may be under way.
 
         With `max_staleness`, the learner takes m = `max_staleness` + 1 versions' steps until a
-        block that was begun now would be too old. So no more than these are granted after what it
-        had taken when the oldest block under way was begun. But if none is, as many are granted as
-        a sample waits for.
+        block that was begun now would be too old. So no more than these are asked for after what it
+        had taken when the oldest block under way was begun. But if none is, as many are asked for
+        as a sample waits for.
         """
-        grants = self._grants
-        while grants and (
-            grants[0][1] != self._alive[grants[0][0]] or grants[0][2] < self._acked[grants[0][0]]
-        ):
-            grants.popleft()
         if self._max_staleness is None:
+            self._asked.clear()
             return math.inf
-        block, taken = self._setup.block_length * self._setup.num_envs, [*self._taken]
+        asked, lines = self._asked, self._inbox.lines
+        while asked:
+            index, incarnation, number, _ = asked[0]
+            line = lines[index]
+            if line.is_alive and line.incarnation == incarnation and number >= line.added:
+                break
+            asked.popleft()
+        block, taken = self._block, [*self._taken]
         mean = (taken[-1] - taken[0]) / (len(taken) - 1) if len(taken) > 1 else self._default
         _, missing, may_fill = self._host.progress()
-        left = self._figures["steps"] - (grants[0][3] if grants else self._base)
+        left = self._figures["steps"] - (asked[0][3] if asked else self._base)
         most = (mean * (self._max_staleness + 1) - (0 if may_fill else left)) // block
         return max(most, may_fill, math.ceil(missing / block)) if is_idle else most
 

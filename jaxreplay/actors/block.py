@@ -1,9 +1,10 @@
-"""Blocks of steps from actors, and the order in which they are added: each one once.
+"""Blocks of steps from actors, which the learner asks for, and the order in which they are added.
 
-A block may arrive late, twice, before an earlier one, or never. An actor that is started again has
-a new incarnation, whose blocks are numbered from 0.
+An actor's blocks come in the order of the requests. One that was lost on the way is missing; an
+actor that is started again has a new incarnation, whose blocks are numbered from 0.
 """
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 from jaxreplay._util import pow2
 from jaxreplay._util.aliases import PyTree
 
+IN_FLIGHT = 3  # blocks of an actor, with the one that it fills
 Place = tuple[int, int]  # incarnation, number of a block
 
 
@@ -24,11 +26,8 @@ class Block:
     Attributes:
       actor: Index of the actor.
       place: Incarnation of the actor, and number of the block in it.
-      oldest: Number of the oldest block of the incarnation that was not acknowledged yet: earlier
-        ones will not be sent again.
+      steps: Step or item, mask and priority, leaves [T, e, ...]; None for what was not given.
       version: Version of the parameters at its first step.
-      steps: Step or item, mask and priority, leaves [T, e, ...]; None for what was not given. A
-        lost block has None in place of all.
       resets: bool[e], True for the envs whose first step here is one that resets, since their step
         before has ended an episode; or None.
       seconds: Seconds from the actor's last block to this one.
@@ -37,9 +36,8 @@ class Block:
 
     actor: int
     place: Place
-    oldest: int
-    version: int
     steps: Any
+    version: int = 0
     resets: Any = None
     seconds: float = 0.0
     waited: float = 0.0
@@ -57,23 +55,55 @@ class News:
     Attributes:
       actor: Index of the actor.
       incarnation: Its incarnation.
-      kind: "ready": it began, or this learner has met it; "lost": it ended before `act` returned;
-        "done": `act` returned; "failed": it was lost, and is not started again.
+      kind: "ready": it waits for requests; "done": `act` returned; "lost": it ended before, or
+        `act` raised an error; "replaced": another learner has it.
       why: Why it was lost. Default: "".
-      acked: Number of its blocks that were acknowledged before, by another learner. Default: 0.
-      granted: Number of blocks that it was granted before. Default: 0.
+      added: Number of its blocks that another learner had added before. Default: 0.
     """
 
     actor: int
     incarnation: int
     kind: str
     why: str = ""
-    acked: int = 0
-    granted: int = 0
+    added: int = 0
+
+
+@dataclasses.dataclass
+class _Line:
+    """An actor, as the learner knows it. The numbers are of blocks of this incarnation.
+
+    Attributes:
+      incarnation: The newest one.
+      is_alive: Whether it may be asked.
+      asked: Blocks with smaller numbers were asked for.
+      heard: Those were answered, or an interrupt of the actor has lost them.
+      waiting: Blocks that wait to be added, also of earlier incarnations.
+    """
+
+    incarnation: int = -1
+    is_alive: bool = False
+    asked: int = 0
+    heard: int = 0
+    waiting: collections.deque[Block] = dataclasses.field(default_factory=collections.deque)
+
+    @property
+    def added(self) -> int:
+        """Blocks with smaller numbers were added, or lost: the actor need not keep them."""
+        own = (
+            number
+            for (of, number) in (block.place for block in self.waiting)
+            if of == self.incarnation
+        )
+        return next(own, self.heard)
+
+    @property
+    def under_way(self) -> int:
+        """Number of blocks that were asked for, and are not added yet."""
+        return self.asked - self.added if self.is_alive else 0
 
 
 class Inbox:
-    """Blocks that were received and wait to be added, and how far each actor's were added.
+    """The learner's side: how far it has asked each actor, and what was answered and added.
 
     A block follows the previous one of its actor only if no block between them is missing.
     Otherwise it is a cut: its envs' episodes end before it.
@@ -88,39 +118,51 @@ class Inbox:
 
     def __init__(self, num_actors: int):
         self.added: list[Place] = [(-1, 0)] * num_actors
-        self._waiting: list[dict[Place, Block]] = [{} for _ in self.added]
-        # places before which all that is missing will not arrive: a learner had it, or an
-        # incarnation has ended
-        self._oldest: list[Place] = [(-1, 0)] * num_actors
-        self.num_dropped = 0  # received twice, too late, or lost
+        self.lines = [_Line() for _ in self.added]
+        self.num_dropped = 0  # lost, or the rows that were loaded have them
         self._turn = 0
 
     def resume(self, added: Sequence[Place]) -> None:
         """Continue after the blocks that a checkpoint has. Later ones that were added are gone."""
-        self._oldest = [max(places) for places in zip(self._oldest, self.added, strict=True)]
         self.added = [(int(incarnation), int(number)) for incarnation, number in added]
 
+    def begin(self, actor: int, incarnation: int, added: int = 0) -> None:
+        """Begin to ask an incarnation, of which so many blocks were added by another learner."""
+        line, place = self.lines[actor], self.added[actor]
+        first = max(added, place[1] if place[0] == incarnation else 0)
+        line.incarnation, line.is_alive = incarnation, True
+        line.asked = line.heard = first
+
+    def ask(self, actor: int) -> Place:
+        """Return the number of the next request, and how many blocks were added."""
+        line = self.lines[actor]
+        line.asked += 1
+        return line.asked - 1, line.added
+
     def receive(self, block: Block) -> None:
-        """Keep a block, unless it was received before or came too late."""
-        waiting, incarnation = self._waiting[block.actor], block.place[0]
-        self._oldest[block.actor] = max(self._oldest[block.actor], (incarnation, block.oldest))
-        if block.place < self.added[block.actor] or block.place in waiting:
-            self.num_dropped += 1
-        elif block.steps is None:
-            self.num_dropped += 1
-            self._oldest[block.actor] = max(
-                self._oldest[block.actor], (incarnation, block.place[1] + 1)
-            )
-        else:
-            waiting[block.place] = block
+        """Keep a block."""
+        self.skip(block.actor, block.place[1])
+        line = self.lines[block.actor]
+        line.heard += 1
+        line.waiting.append(block)
+
+    def skip(self, actor: int, number: int) -> None:
+        """Note that blocks with smaller numbers that were not answered are lost."""
+        line = self.lines[actor]
+        lost = max(number - line.heard, 0)
+        line.heard, self.num_dropped = line.heard + lost, self.num_dropped + lost
+
+    def lose(self, actor: int) -> None:
+        """Ask an actor no more: it has ended. What it had sent is still added."""
+        self.lines[actor].is_alive = False
 
     def next_of(self, actor: int) -> Block | None:
         """Return the block of an actor that is to be added next, or None if it has not arrived."""
-        place = min(self._waiting[actor], default=None)
-        if place is None:
-            return None
-        is_next = place[1] == 0 or place == self.added[actor] or place <= self._oldest[actor]
-        return self._waiting[actor][place] if is_next else None
+        line = self.lines[actor]
+        while line.waiting and line.waiting[0].place < self.added[actor]:  # loaded rows have it
+            line.waiting.popleft()
+            self.num_dropped += 1
+        return line.waiting[0] if line.waiting else None
 
     def is_cut(self, block: Block) -> bool:
         """Return whether the steps of a block do not follow those that were added last."""
@@ -137,7 +179,7 @@ class Inbox:
     def note(self, blocks: Sequence[Block]) -> None:
         """Note that blocks were added."""
         for block in blocks:
-            del self._waiting[block.actor][block.place]
+            self.lines[block.actor].waiting.popleft()
             incarnation, number = block.place
             self.added[block.actor] = incarnation, number + 1
             self._turn = block.actor + 1
@@ -145,7 +187,7 @@ class Inbox:
     @property
     def num_waiting(self) -> int:
         """Number of blocks that wait."""
-        return sum(map(len, self._waiting))
+        return sum(len(line.waiting) for line in self.lines)
 
 
 def places_of(saved: Any) -> dict[str, dict[str, Any]]:

@@ -11,6 +11,7 @@ from jaxreplay._util import checks
 from jaxreplay._util.aliases import PyTree
 from jaxreplay.actors.actor import Actor, Setup
 from jaxreplay.actors.actors import Actors, Offer
+from jaxreplay.actors.block import IN_FLIGHT
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.host.arrays import as_stored
 
@@ -63,7 +64,7 @@ class Feed:
             before, if there were any.
           seed: Seed from which each actor's is made; another one in each process. Default: 0.
           version_key: As for `jaxreplay.Replay.start`. Default: none.
-          **options: `params`, `max_restarts`, `max_staleness` and `on`, likewise.
+          **options: `params`, `max_restarts`, `max_staleness`, `block_timeout` and `on`, likewise.
 
         Returns:
           The actors.
@@ -138,6 +139,10 @@ class Feed:
             self._changed.wait_for(lambda: self._offer is None, timeout)
             is_taken, self._offer = self._offer is None, None
             return is_taken
+
+    def lead(self, num_steps: int) -> int:
+        """Return how many blocks of each actor may be under way."""
+        return IN_FLIGHT
 
     def changed(self) -> None:
         """Let `take` look whether actors have failed."""

@@ -1,15 +1,13 @@
 """The replay as its actors see it."""
 
-import time
 import warnings
 from typing import Any
 
 import jax
 
 from jaxreplay.actors.actors import Offer
+from jaxreplay.actors.block import IN_FLIGHT
 from jaxreplay.stateful.owner import StateOwner
-
-_PAUSE = 0.002  # seconds between looks whether samples have caught up
 
 
 class ActorHost:
@@ -24,20 +22,12 @@ class ActorHost:
         self._replay, self._owner, self.lock = replay, owner, replay._monitor
 
     def insert(self, offer: Offer, timeout: float) -> bool:
-        num = offer.num_steps
-        limiter, end = self._replay._limiter, time.monotonic() + timeout
-        # A condition would wake this thread after each sample, which takes a tenth of its time.
-        while limiter is not None and limiter.has_begun and not limiter.may_insert(ahead=num):
-            if time.monotonic() > end:
-                return False
-            time.sleep(_PAUSE)
         with self.lock:
-            return self._insert(offer, num)
+            return self._insert(offer)
 
-    def _insert(self, offer: Offer, num: int) -> bool:
-        """Add blocks of so many steps, unless samples lag behind."""
+    def _insert(self, offer: Offer) -> bool:
         replay, owner = self._replay, self._owner
-        if replay._is_closed or owner.is_lost or not replay._may_insert(ahead=num):
+        if replay._is_closed or owner.is_lost:
             return False
         if not owner.has_example:
             spec = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype)
@@ -56,6 +46,13 @@ class ActorHost:
     def changed(self) -> None:
         with self._replay._monitor:
             self._replay._monitor.notify_all()
+
+    def lead(self, num_steps: int) -> int:
+        if self._replay._limiter is None:
+            return IN_FLIGHT
+        with self.lock:  # two while inserts lag behind, one while they are at most a block ahead
+            ahead = [num_steps * (1 - more) for more in range(IN_FLIGHT)]
+            return sum(map(self._replay._may_insert, ahead))
 
     def progress(self) -> tuple[float, float, bool]:
         replay, buffer = self._replay, self._owner.buffer

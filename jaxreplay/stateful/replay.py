@@ -317,6 +317,7 @@ class Replay:
         block_length: int = 64,
         max_restarts: int = 3,
         max_staleness: int | None = None,
+        block_timeout: float = 300.0,
         version_key: str | None = None,
         seed: int = 0,
         on: Any = None,
@@ -327,7 +328,7 @@ class Replay:
         Actor i has the e = `num_envs` / `num_actors` envs from `i * e`. The buffer needs
         `autoreset="same_step"` or `allow_mask=True`. If an actor is lost, its unfinished episodes
         end, and the steps that were not added yet are lost; another one is started in its place.
-        With `samples_per_insert`, actors wait while samples lag behind. `save` and `load` take
+        With `samples_per_insert`, actors are not asked for more while samples lag behind. `save` and `load` take
         along how far each actor's steps were added. `close` stops the actors.
 
         Args:
@@ -346,11 +347,15 @@ class Replay:
             the newest ones, when a step is added. Actors wait before blocks that would be older.
             The limit is kept if each version is learned from equally many steps, and a block has
             fewer; samples that are a batch ahead may add one version. Default: no limit.
+          block_timeout: Seconds after which an actor that was asked for a block hangs: it is ended,
+            and counts as lost. Default: 300, more than the slowest envs need to start, and to
+            reset; a robot that people reset needs more.
           version_key: Name of an extra, int32, of each step (of an entry of each item), for the
             version of the parameters that acted. The replay's `example`, if it has one, needs the
             same extra. Default: none.
           seed: Seed from which each actor's is made. Default: 0.
-          on: Where they run: `actors.local()` or `actors.ray()`. Default: `actors.local()`.
+          on: Where they run: `actors.local()`, `actors.ray()` or `actors.threads()`. Default:
+            `actors.local()`.
           member: Name of the mixture's member that gets the steps. Default: None, without a
             mixture.
 
@@ -387,6 +392,7 @@ class Replay:
                 params,
                 max_restarts,
                 max_staleness,
+                block_timeout,
                 on,
             )
             return self._actors[member]
@@ -912,6 +918,8 @@ class Replay:
         self._is_hungry = False
         if self._limiter is not None:
             self._limiter.num_samples += len(batch.is_valid)
+            for actors in self._actors.values():
+                actors.look()
         return batch
 
     def _look(

@@ -32,10 +32,11 @@ def main(folder, number, last, address=None):
         if path.exists():
             replay.load(path)
             had, (_, before) = len(replay), acting.check_rows(replay, 4, gaps=on and 4 * number)
-        act = functools.partial(acting.alone, "colorsys")
+        act = functools.partial(acting.alone, "tabnanny")
         actors = replay.start(act, 1 if on is None else 2, block_length=8, on=on)
         if on is None:
-            (pathlib.Path(folder) / "memory").write_text(actors._engine._folders[0].path)
+            pids = [str(one.process.pid) for _, one in actors._engine._of.values()]
+            (pathlib.Path(folder) / "actors").write_text(" ".join(pids))
         seconds = np.random.default_rng(number).uniform(0.0, 0.6)
         for count, batch in enumerate(replay):
             acting.check_transitions(batch)
@@ -53,6 +54,6 @@ def main(folder, number, last, address=None):
 
 
 if __name__ == "__main__":
-    import colorsys  # noqa: F401 (no actor imports it)
+    import tabnanny  # noqa: F401 (no actor imports it)
 
     main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
