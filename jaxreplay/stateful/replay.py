@@ -328,8 +328,8 @@ class Replay:
         Actor i has the e = `num_envs` / `num_actors` envs from `i * e`. The buffer needs
         `autoreset="same_step"` or `allow_mask=True`. If an actor is lost, its unfinished episodes
         end, and the steps that were not added yet are lost; another one is started in its place.
-        With `samples_per_insert`, actors are not asked for more while samples lag behind. `save` and `load` take
-        along how far each actor's steps were added. `close` stops the actors.
+        With `samples_per_insert`, actors are asked for no more while samples lag behind. `save` and
+        `load` take along how far each actor's steps were added. `close` stops the actors.
 
         Args:
           act: Function `act(actor)`, which takes steps and gives each to `actor.add`, while
