@@ -1,9 +1,10 @@
 """Steps a second from four actors in other processes, and what they cost the learner, beside
 TorchRL's replay buffer in a Ray actor and agentlace: writes ACTORS.md.
 
-    python benchmarks/actors.py [--quick]
+    python benchmarks/actors.py [--quick] [--before FOLDER]
 
 The envs take no time: each step is of arrays that are there. Each way has its turn in each round.
+FOLDER is another checkout, whose package has a turn, too.
 `make bench` installs TorchRL; agentlace comes from its repository. Without them, or without Ray,
 their rows are left out.
 """
@@ -13,6 +14,7 @@ import contextlib
 import importlib.util
 import itertools
 import logging
+import math
 import multiprocessing
 import os
 import pathlib
@@ -55,6 +57,14 @@ def fast(actor: Any) -> None:
         actor.add(**step)
 
 
+def reading(actor: Any) -> None:
+    """As `fast`, and look for newer parameters before each step."""
+    step = step_of(actor.num_envs)
+    while True:
+        actor.params()
+        actor.add(**step)
+
+
 def images(actor: Any) -> None:
     """Add images as fast as that goes."""
     step = step_of(actor.num_envs, image=True)
@@ -73,16 +83,46 @@ def buffer_of(capacity: int = CAPACITY) -> Any:
     )
 
 
-def ours(seconds: float, on: Any, act: Any = fast, capacity: int = CAPACITY) -> float:
-    """Return steps a second with `jr.Replay`."""
+def busy() -> float:
+    """Return the seconds that the processors have worked since the machine began, if it tells."""
+    told = pathlib.Path("/proc/stat")
+    if not told.exists():
+        return math.nan
+    user, nice, system, _, _, *others = told.read_text().split("\n")[0].split()[1:8]
+    return sum(map(int, (user, nice, system, *others))) / os.sysconf("SC_CLK_TCK")
+
+
+def ours(
+    seconds: float, on: Any, act: Any = fast, capacity: int = CAPACITY, params: Any = None
+) -> tuple[float, float]:
+    """Return steps a second with `jr.Replay`, and milliseconds of a core for a block."""
     with jr.Replay(buffer_of(capacity), timeout=120) as replay:
-        actors = replay.start(act, ACTORS, block_length=BLOCK, on=on)
+        actors = replay.start(act, ACTORS, block_length=BLOCK, params=params, on=on)
         while actors.metrics()["steps"] < 64 * ACTORS * ENVS * BLOCK:
             time.sleep(0.05)
-        first, began = actors.metrics()["steps"], time.perf_counter()
+        first, began, worked = actors.metrics()["steps"], time.perf_counter(), busy()
         time.sleep(seconds)
-        last, ended = actors.metrics()["steps"], time.perf_counter()
-        return (last - first) / (ended - began)
+        num, ended = actors.metrics()["steps"] - first, time.perf_counter()
+        return num / (ended - began), (busy() - worked) * 1e3 / (num / (ENVS * BLOCK))
+
+
+def one(name: str, seconds: float) -> tuple[float, float]:
+    """Return what `ours` does for one of our ways."""
+    on = jr.actors.ray(num_cpus=0) if "Ray" in name else None
+    if "images" in name:
+        return ours(seconds, on, images, 2**16)
+    if "parameters" in name:
+        return ours(seconds, on, reading, params=np.ones(10 * 2**20, np.uint8))
+    return ours(seconds, on)
+
+
+def before(folder: str, name: str, seconds: float) -> tuple[float, float]:
+    """Return the same of another checkout."""
+    command = [sys.executable, __file__, "--one", name, str(seconds)]
+    environment = os.environ | {"PYTHONPATH": folder}
+    told = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    rate, ms = told.stdout.split()[-2:]
+    return float(rate), float(ms)
 
 
 def torchrl(seconds: float, steps: int) -> float:
@@ -237,15 +277,21 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--agentlace", nargs=3, type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--before")
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    if args.one:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            print(*one(args.one[0], float(args.one[1])), flush=True)
+        return
     if args.agentlace:
         length, period, items = args.agentlace
         print(agentlace(length, int(period), int(items)), flush=True)
         os._exit(0)
     seconds, rounds = (0.5, 1) if args.quick else (3.0, 2)
-    ways: dict[str, Any] = {
-        "jaxreplay, processes": lambda: ours(seconds, None),
-    }
+    names = ["jaxreplay, processes", "jaxreplay, processes, 10 MB of parameters"]
+    ways: dict[str, Any] = {}
     if importlib.util.find_spec("ray"):
         import ray
 
@@ -254,24 +300,31 @@ def main(argv: list[str] | None = None) -> None:
             ray.init(
                 num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
             )
-        ways["jaxreplay, Ray"] = lambda: ours(seconds, jr.actors.ray(num_cpus=0))
+        names += ["jaxreplay, Ray", "jaxreplay, Ray, 10 MB of parameters"]
         if importlib.util.find_spec("torchrl"):
             for steps in (BLOCK * ENVS, 16 * BLOCK * ENVS):
                 name = f"TorchRL's RayReplayBuffer, {steps:,} steps a call"
-                ways[name] = lambda steps=steps: torchrl(seconds, steps)
+                ways[name] = lambda steps=steps: (torchrl(seconds, steps), math.nan)
     if importlib.util.find_spec("agentlace"):
         for period in (8, BLOCK):
             name = f"agentlace, {period * ENVS:,} steps an update"
-            ways[name] = lambda period=period: apart(seconds, period, 1)
-        ways[f"agentlace, items of {BLOCK * ENVS:,} steps"] = lambda: apart(seconds, 1, BLOCK)
-    ways["jaxreplay, processes, images"] = lambda: ours(seconds, None, images, 2**16)
-    found: dict[str, list[float]] = {name: [] for name in ways}
+            ways[name] = lambda period=period: (apart(seconds, period, 1), math.nan)
+        name = f"agentlace, items of {BLOCK * ENVS:,} steps"
+        ways[name] = lambda: (apart(seconds, 1, BLOCK), math.nan)
+    own: dict[str, Any] = {}
+    for name in [*names, "jaxreplay, processes, images"]:
+        own[name] = lambda name=name: one(name, seconds)
+        if args.before:
+            own[f"{name}, before"] = lambda name=name: before(args.before, name, seconds)
+    ways = own | ways
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     iterations: dict[str, list[float]] = {"by hand": [], "actors": []}
     for number in range(rounds):
         order = [*ways] if number // 2 * 2 == number else [*ways][::-1]
         for name in order:
             found[name].append(ways[name]())
-            print(f"{name:50} {found[name][-1]:12,.0f} steps/s", flush=True)
+            rate, ms = found[name][-1]
+            print(f"{name:50} {rate:12,.0f} steps/s {ms:8.2f} ms a block", flush=True)
         for name in iterations:
             iterations[name].append(iteration(seconds, name == "actors"))
             print(f"{'iteration, ' + name:50} {iterations[name][-1]:12,.0f} us", flush=True)
@@ -279,7 +332,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def write(found: Any, iterations: Any, args: argparse.Namespace) -> None:
-    first = statistics.median(found["jaxreplay, processes"])
+    first = statistics.median(rate for rate, _ in found["jaxreplay, processes"])
     lines = [
         "# Actors in other processes",
         "",
@@ -291,16 +344,19 @@ def write(found: Any, iterations: Any, args: argparse.Namespace) -> None:
         "",
         f"Steps a second that reach the learner's buffer from {ACTORS} actors with {ENVS} envs",
         f"each, of 100 bytes a step, or of {IMAGE[0]}x{IMAGE[1]} bytes and 25. Envs take no time,",
-        "and nothing is learned. Medians of the rounds, with the smallest and largest.",
+        f"and nothing is learned. A block has {BLOCK} steps of its actor's envs. Medians of the",
+        "rounds, with the smallest and largest; and milliseconds that the machine's processors",
+        "work for a block, all processes together. The parameters are of one version.",
         "",
-        "| way | steps/s | | ours, by it |",
-        "| --- | ---: | --- | ---: |",
+        "| way | steps/s | | ours, by it | ms of a core a block |",
+        "| --- | ---: | --- | ---: | ---: |",
     ]
-    for name, rates in found.items():
-        middle = statistics.median(rates)
+    for name, told in found.items():
+        rates, ms = zip(*told, strict=True)
+        middle, cost = statistics.median(rates), statistics.median(ms)
         lines.append(
             f"| {name} | {middle:,.0f} | {min(rates):,.0f} to {max(rates):,.0f} | "
-            f"{first / middle:.1f} |"
+            f"{first / middle:.1f} | {'' if math.isnan(cost) else f'{cost:.2f}'} |"
         )
     hand, actors = (statistics.median(iterations[name]) for name in ("by hand", "actors"))
     lines += [

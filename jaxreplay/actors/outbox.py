@@ -47,6 +47,7 @@ class Outbox:
         self.is_stopped = False
         self._deliver, self._read = deliver, read
         self._blocks: dict[int, Any] = {}
+        self._early: frozenset[int] = frozenset()  # requests that came before earlier ones
         self._num_put = 0  # blocks with smaller numbers were put, or lost by an interrupt
         self._end: tuple[Any, ...] | None = None  # the answer once `act` has ended
         self._version, self._params = -1, None
@@ -56,7 +57,7 @@ class Outbox:
     def attach(self, learner: str) -> int:
         """Answer this learner alone from now on. Return the number of blocks that were added."""
         with self._lock:
-            self.learner, self._version = learner, -1
+            self.learner, self._version, self._early = learner, -1, frozenset()
             self._changed.notify_all()
             return self.added
 
@@ -65,7 +66,9 @@ class Outbox:
         with self._lock:
             if ask.learner != self.learner:
                 return
-            self.asked = max(self.asked, ask.number + 1)
+            self._early |= {ask.number} if ask.number >= self.asked else set()
+            while self.asked in self._early:  # in order: an earlier request has the parameters
+                self._early, self.asked = self._early - {self.asked}, self.asked + 1
             self.added = max(self.added, ask.added)
             for number in [number for number in self._blocks if number < self.added]:
                 del self._blocks[number]
@@ -88,13 +91,13 @@ class Outbox:
           why), if `act` has ended before the block, with its traceback or ""; or ("replaced",), if
           another learner has the actor.
         """
-        if ask.learner != self.learner or self.is_stopped:
+        if ask.learner != self.learner:
             return ("replaced",)
         if (block := self._blocks.get(ask.number)) is not None:
             return "block", ask.number, *block
         if ask.number < self._num_put:
             return "gap", ask.number + 1
-        return self._end
+        return ("end", "a learner has stopped it") if self.is_stopped else self._end
 
     def stop(self, learner: str = "") -> bool:
         """Stop the actor, and return True; unless another learner has it."""

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from jaxreplay.actors.block import IN_FLIGHT, Block, Inbox
-from jaxreplay.actors.outbox import Ask, Outbox
+from jaxreplay.actors.outbox import Ask, Outbox, StoppedError
 
 pytestmark = pytest.mark.no_xla
 thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
@@ -37,7 +37,15 @@ class Worker:
 
     def key(self):
         box = self.outbox
-        told = box.learner, box.added, box.asked, (*box._blocks,), box._num_put, box._end
+        told = (
+            box.learner,
+            box.added,
+            box.asked,
+            (*box._blocks,),
+            box._num_put,
+            box._end,
+            box._early,
+        )
         return self.incarnation, self.number, self.under_way, self.pending, told
 
 
@@ -198,10 +206,10 @@ def is_over(system):
 @pytest.mark.parametrize(
     ("of", "faults", "num_states"),
     [
-        ((1, 3, 2, True), {"kill": 1, "interrupt": 1}, 9_937),
+        ((1, 3, 2, True), {"kill": 1, "interrupt": 1}, 3_042),
         ((1, 3, IN_FLIGHT), {"kill": 1, "interrupt": 1}, 5_034),
         ((1, 3, 2), {"kill": 1, "save": 1, "return": 1}, 16_805),
-        ((1, 2, 2, True), {"save": 1, "return": 1}, 4_707),
+        ((1, 2, 2, True), {"save": 1, "return": 1}, 4_238),
         ((2, 2, 2), {"kill": 1}, 12_987),
         thorough((2, 3, 2), {"kill": 1}, 33_824),
         thorough((2, 2, 2), {"save": 1, "return": 1}, 207_835),
@@ -224,6 +232,29 @@ def test_every_order_adds_each_block_once(of, faults, num_states):
                 todo.append(new)
     assert num_ends
     assert len(seen) == num_states
+
+
+def test_a_block_is_not_begun_before_the_parameters_of_its_request_have_come():
+    box = Outbox()
+    box.hear(Ask("", 1, 0))
+    assert box.asked == 0
+    box.hear(Ask("", 0, 0, (3, b"new")))
+    assert (box.asked, box.newest(), box.newest()) == (2, (3, b"new"), None)
+    box.hear(Ask("", 2, 1, (2, b"old")))
+    assert box.newest() is None
+    assert box.attach("other") == 1
+    box.hear(Ask("other", 3, 1, (2, b"of another learner")))
+    assert box.newest() == (2, b"of another learner")
+
+
+def test_an_actor_that_its_learner_has_stopped_is_lost_for_a_successor():
+    box = Outbox()
+    assert not box.stop("other")
+    assert box.stop("")
+    box.attach("other")
+    assert box.answer(Ask("other", 0, 0)) == ("end", "a learner has stopped it")
+    with pytest.raises(StoppedError):
+        box.begin(0)
 
 
 @given(seed=st.integers(0, 2**31))
