@@ -206,10 +206,10 @@ def is_over(system):
 @pytest.mark.parametrize(
     ("of", "faults", "num_states"),
     [
-        ((1, 3, 2, True), {"kill": 1, "interrupt": 1}, 3_042),
+        ((1, 3, IN_FLIGHT, True), {"kill": 1, "interrupt": 1}, 14_185),
         ((1, 3, IN_FLIGHT), {"kill": 1, "interrupt": 1}, 5_034),
         ((1, 3, 2), {"kill": 1, "save": 1, "return": 1}, 16_805),
-        ((1, 2, 2, True), {"save": 1, "return": 1}, 4_238),
+        ((1, 3, 2, True), {"save": 1, "return": 1}, 11_304),
         ((2, 2, 2), {"kill": 1}, 12_987),
         thorough((2, 3, 2), {"kill": 1}, 33_824),
         thorough((2, 2, 2), {"save": 1, "return": 1}, 207_835),
