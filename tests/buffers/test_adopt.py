@@ -312,13 +312,18 @@ def fed_plainly(buffer, seed=0):
 @pytest.mark.parametrize(("before", "after"), [(5, 2), (2, 5), *[(3, 1), (1, 3)] * ALL])
 @pytest.mark.parametrize("allow_mask", [True, False])
 def test_whole_streams_are_dealt_out(before, after, allow_mask):
-    """Stream `e` goes to env `e mod num_envs`. Rows that are filled up are never sampled."""
+    """Stream `e` goes to env `e mod num_envs`. Rows that are filled up are never sampled. Alone in
+    its env, a stream whose start is overwritten begins no episode."""
     old, new = plain(before, before * 20), plain(after, after * 60, allow_mask=allow_mask)
     state, expected = fed_plainly(old), [[] for _ in range(after)]
-    for env, rows in enumerate(episodes_of(old, jitted(old, "end_streams")(state))):
+    ended, adopted = jitted(old, "end_streams")(state), adopting(new)(state)
+    for env, rows in enumerate(episodes_of(old, ended)):
         expected[env % after] += rows
     expected = [rows[-60:] for rows in expected]
-    got = episodes_of(new, adopting(new)(state))
+    got = episodes_of(new, adopted)
+    if before < after:
+        its, found = rows_of(old, ended), rows_of(new, adopted)
+        assert all(found[name]["flags"] == row["flags"] for name, row in its.items())
     if allow_mask:
         assert got == expected
     else:  # the oldest of a long stream make room
@@ -334,6 +339,9 @@ def test_merge_appends_the_rows_of_another_buffer(allow_mask):
     block, extend = plain_step(time, obs=goal_of(time)), jitted(own, "extend")
     mask = [time < [1009, 2005]] if allow_mask else []
     mine, its = extend(own.init(nth(block, (0, 0))), block, *mask), fed_plainly(other)
+    if allow_mask:  # shorter streams get rows without a step
+        aligned = plain(2, 80, allow_mask=False)
+        assert episodes_of(aligned, jr.jit(aligned).adopt(mine)) == episodes_of(own, mine)
     expected = episodes_of(own, jitted(own, "end_streams")(mine))
     for which, rows in enumerate(episodes_of(other, jitted(other, "end_streams")(its))):
         expected[(which + allow_mask) % 2] += [(obs, None) for obs, _ in rows]
@@ -520,22 +528,51 @@ def test_a_sampler_s_numbers_go_where_the_rows_go_and_to_its_class_whatever_thei
         assert (seen == items % 100 + 1).all()
 
 
-def test_a_newest_row_that_is_no_candidate_after_an_adopt_is_not_given_up_as_one():
-    shared = {"capacity": 40, "batch_size": 4, "autoreset": "next_step", "length": 1}
-    every, second = (jr.sequences(**shared, period=period) for period in (1, 2))
-    step = plain_step(np.zeros(1, np.float32))
+def test_a_run_goes_on_after_an_adopt_as_if_the_buffer_had_been_fed_from_the_start():
+    """After each step of a run, the state is adopted, a step is added, and streams are ended: after
+    it, and every other time before it, too. In the run, streams are ended after an episode's first
+    step, a later one, and a terminated one."""
+    shared = {"capacity": 40, "batch_size": 4, "autoreset": "next_step", "track_episodes": True}
+    second, across = (
+        jr.sequences(**shared, length=1, period=2, cross_episodes=crosses)
+        for crosses in (False, True)
+    )
+    chunks = jr.ReplayBuffer(**shared, sampler=jr.Uniform(), view=jr.views.ChunkView(action=1))
+    time = np.arange(14, dtype=np.float32)[:, None]
+    steps = plain_step(time, terminated=np.isin(time, (3, 9)))
+
+    def go_on(buffer, step, state):
+        state = buffer.add(buffer.end_streams(state, step.reward % 2 == 0), step)
+        state, row = buffer.end_streams(state), jnp.arange(buffer.capacity)
+        table, batch = buffer.episode_table(state), buffer.get(state, row)
+        found = batch.experience, table.steps_to_end(row), table.steps_from_start(row)
+        return buffer.size(state), batch.is_valid, found
 
     @jax.jit
     def run():
-        def add(states, _):
-            states = [buffer.add(one, step) for buffer, one in zip(buffers, states, strict=True)]
-            ended = second.end_streams(second.adopt(states[0])), second.end_streams(states[1])
-            return states, [second.size(one) for one in ended]
+        buffers = chunks, second, across
 
-        buffers = every, second
-        return jax.lax.scan(add, [one.init(nth(step, 0)) for one in buffers], None, 4)[1]
+        def add(states, now):
+            step, is_ended = now
+            states = [
+                buffer.end_streams(buffer.add(state, step), is_ended)
+                for buffer, state in zip(buffers, states, strict=True)
+            ]
+            adopted, found = states[0], []
+            for buffer, state in zip(buffers[1:], states[1:], strict=True):
+                adopted = buffer.adopt(adopted)
+                both = jax.tree.map(lambda *leaves: jnp.stack(leaves), adopted, state)
+                found.append(jax.vmap(functools.partial(go_on, buffer, step))(both))
+            return states, found
 
-    assert [one.tolist() for one in run()] == [[0, 1, 1, 2]] * 2
+        states = [buffer.init(nth(steps, (0, 0))) for buffer in buffers]
+        return jax.lax.scan(add, states, (steps, np.isin(time, (5, 6, 9, 11))))[1]
+
+    for found in jax.device_get(run()):
+        got, (size, is_valid, wanted) = (nth(found, (slice(None), which)) for which in (0, 1))
+        assert size.max() > 2
+        assert bits(got[:2]) == bits((size, is_valid))
+        assert bits(nth(got[2], is_valid)) == bits(nth(wanted, is_valid))
 
 
 @pytest.mark.parametrize(
