@@ -270,10 +270,9 @@ def derived(state: ReplayState, before: Layout | None) -> ReplayState:
         is_none = is_first & ((flags & row_flags.FINAL) != 0)  # it belongs to no episode
         ends = (closes | is_seam) & ~is_none
         through = jnp.cumsum(ends, axis=1, dtype=jnp.int32)
-        # Ordinals stay as they were, if they were known.
-        is_known = before is not None and before.has_table and before.length == length
-        known = ring.split(counters.ordinal, length)[1]  # a checkpoint's ring may be longer
-        current = known if is_known else layout.wrap(through[:, -1])
+        # The newest ordinal may be any: the others are counted back from it. One of a longer ring
+        # may be too large for this one.
+        current = ring.split(counters.ordinal, length)[1]
         ordinal = layout.wrap(layout.wrap(current - through[:, -1])[:, None] + through - ends)
         entry = layout.row(layout.envs()[:, None], ordinal)
         zeros = jnp.zeros((layout.capacity,), jnp.int32)
