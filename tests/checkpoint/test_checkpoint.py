@@ -1,6 +1,7 @@
 """Tests of saving and restoring: a restored state continues bit-identically, a save writes only new
 rows, and memory is bounded."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -21,6 +22,7 @@ from jaxreplay import checkpoint
 from jaxreplay.checkpoint import Checkpointer, groups, rows
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 from jaxreplay.storage.layout import NUM_PARTS
+from jaxreplay.storage.writes import trace_of
 from tests.checkpoint.runs import SUPPORT, check_intact, files_of, groups_of
 from tests.conftest import ALL, SOAK
 from tests.support.buffers import FEW, bits, each, jitted
@@ -149,12 +151,12 @@ def test_a_save_writes_what_is_new_and_forgets_what_is_old(tmp_path):
 def test_each_write_leaves_a_trace_of_its_own():
     """A save finds writes by it: of other values, some of which would be equal after a rounding; to
     another leaf; to swapped rows or elements; to another row; in another order, also of one call;
-    and by `map_rows`."""
+    and by `map_rows`. It is left in the row's part of the ring alone."""
     example = {"n": np.int32(0), "y": np.zeros(2, bool), "z": np.complex64(0)}
     example |= dict.fromkeys("xw", np.float32(0))
-    buffer = jr.items(capacity=64, batch_size=3, allow_write=True)
-    blank = jax.tree.map(lambda leaf: np.zeros((10, 1, *leaf.shape), leaf.dtype), example)
-    blank |= {"n": np.arange(10, dtype=np.int32)[:, None]}
+    buffer = jr.items(capacity=19, batch_size=3, allow_write=True)  # a part has two rows
+    blank = jax.tree.map(lambda leaf: np.zeros((19, 1, *leaf.shape), leaf.dtype), example)
+    blank |= {"n": np.arange(19, dtype=np.int32)[:, None]}
 
     def traces(change):
         counters = change(buffer.extend(buffer.init(example), blank)).counters
@@ -180,7 +182,8 @@ def test_each_write_leaves_a_trace_of_its_own():
     others = [{"y": full(y[0])}, {"y": full(y[1])}, {"n": full(n)}, {"n": full(n + 1)}]
     others += [{"z": full(1 + z)}, {"z": full(1 + 2 * z)}]
     to = [*[(first, own) for own in x_and_w + others]]
-    to += [(rows, own) for rows in ((1, 0, 2), (0, 0, 2), (9, 1, 2)) for own in x_and_w[:2]]
+    swapped = (1, 0, 2), (1, 1, 2), (0, 0, 2), (18, 1, 2)
+    to += [(rows, own) for rows in swapped for own in x_and_w[:2]]
     branches = [(own, (first, {})) for own in to]
     branches += [(to[a], to[b]) for a, b in ((0, 1), (1, 0), (0, 2), (2, 0))]
     rows = np.int32([[rows for rows, _ in both] for both in branches])
@@ -188,9 +191,18 @@ def test_each_write_leaves_a_trace_of_its_own():
         name: np.stack([[own.get(name, full(leaf)) for _, own in both] for both in branches])
         for name, leaf in example.items()
     }
-    found = [*written(rows, values), *mapped(np.int32([3, 6])), np.zeros((NUM_PARTS, 1))]
+    found = [*jax.device_get(written(rows, values))]
+    for own, changed in zip(rows, found, strict=True):
+        assert {*np.flatnonzero(changed)} == {*(own.ravel() // 2)}
+    found += [*mapped(np.int32([3, 6])), np.zeros((NUM_PARTS, 1))]
+    buffer = dataclasses.replace(buffer, platform="gpu")
     found += [written(rows[:1], {name: values["x"][:1]})[0] for name in "xw"]  # alone
     assert len({np.uint32(one).tobytes() for one in found}) == len(branches) + 5
+    with jax.enable_x64(True):
+        wide = {"x": np.float64([[1], [1 + 2**-40]]), "n": np.int64([[1], [1 + 2**40]])}
+        trace = lambda name, leaf: trace_of(np.zeros(1, np.int32), {name: leaf})
+        both = jax.vmap(lambda own: [trace(name, leaf) for name, leaf in own.items()])
+        assert all(one[0] != one[1] for one in jax.device_get(jax.jit(both)(wide)))
 
 
 def test_small_saves_do_not_pile_up(tmp_path):
