@@ -58,7 +58,7 @@ class Joined(PrioritySampler):
 
     def window(self, window: Window) -> Window:
         """Return the window that suits every part."""
-        for one in self.parts.values():
+        for one in [*self.parts.values()] * 2:  # a later part may widen it
             window = one.window(window)
         return window
 

@@ -333,6 +333,8 @@ USING = {
     "jr.blend(a=(jr.Uniform(), 'x'))": "one of them positive; got ['x']",
     "jr.blend(a=(jr.Uniform(), 1), beta=-1.0)": """
         Blend: beta must be a finite number of at least 0, got -1.0""",
+    "jr.transitions(**SIZES, **LOST, sampler=jr.blend(a=(jr.Prioritized(), 1), "
+    "b=(jr.UniformEpisodes(), 1)))": "priorities need a window of fixed length",
     "jr.OnlineQueue(beta=float('nan'))": "OnlineQueue: beta must be a finite number of at least 0",
     "jr.blend(**{'a.b': (jr.Uniform(), 1)})": "Blend: a.b: a name must have no dot",
     "jr.samplers.Blend(members=(('a', jr.Uniform(), 1), ('a', jr.Recent(decay=0.9), 1)))": """
