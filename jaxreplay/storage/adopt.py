@@ -270,8 +270,9 @@ def derived(state: ReplayState, before: Layout | None) -> ReplayState:
         is_none = is_first & ((flags & row_flags.FINAL) != 0)  # it belongs to no episode
         ends = (closes | is_seam) & ~is_none
         through = jnp.cumsum(ends, axis=1, dtype=jnp.int32)
-        # The newest ordinal may be any: the others are counted back from it. One of a longer ring
-        # may be too large for this one.
+        # Any ordinal will do for the next row, since the others are counted back from it: the one
+        # that it had, as a restored state equals that which was saved. (A longer ring's may be too
+        # large.)
         current = ring.split(counters.ordinal, length)[1]
         ordinal = layout.wrap(layout.wrap(current - through[:, -1])[:, None] + through - ends)
         entry = layout.row(layout.envs()[:, None], ordinal)
