@@ -120,7 +120,9 @@ def before(folder: str, name: str, seconds: float) -> tuple[float, float]:
     """Return the same of another checkout."""
     command = [sys.executable, __file__, "--one", name, str(seconds)]
     environment = os.environ | {"PYTHONPATH": folder}
-    told = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    told = subprocess.run(
+        command, env=environment, cwd=folder, check=True, stdout=subprocess.PIPE, text=True
+    )
     rate, ms = told.stdout.split()[-2:]
     return float(rate), float(ms)
 
