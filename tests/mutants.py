@@ -27,14 +27,15 @@ TESTS = {
     "storage/adopt.py": "buffers/test_adopt.py checkpoint/test_changed_buffer.py",
     "storage/sampleable.py": f"{ORACLE} samplers/test_uniform.py buffers/test_contract.py",
     "buffers/replay_buffer.py": f"{ORACLE} buffers/test_contract.py buffers/test_state_check.py "
-    "buffers/test_errors.py buffers/test_newcomer_errors.py",
+    "buffers/test_errors.py buffers/test_newcomer_errors.py samplers/test_queue.py",
     "samplers/joined.py": "samplers/test_blend.py buffers/test_newcomer_errors.py "
     "buffers/test_adopt.py",
     "samplers/shares.py": "samplers/test_blend.py buffers/test_newcomer_errors.py",
     "samplers/sum_tree.py": "samplers/test_sum_tree.py samplers/test_prioritized.py "
     "storage/test_platforms.py",
     "views": f"{ORACLE} views/test_views.py views/test_transitions.py buffers/test_rewards.py",
-    "actors/block.py": "actors/test_blocks.py actors/test_actors.py",
+    "actors": "actors/test_protocol.py actors/test_blocks.py actors/test_processes.py "
+    "actors/test_actors.py",
     "datasets/episodes.py": "test_datasets.py test_dataset_files.py",
 }
 

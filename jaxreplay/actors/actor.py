@@ -6,7 +6,7 @@ import math
 import pickle
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -117,6 +117,8 @@ class Actor:
         self._mask: Any = None
         self._ended = np.zeros(self.num_envs, bool)  # envs whose next step resets
         self._priority: Any = None
+        self._sums = np.zeros((2, self.num_envs))  # return and length of the unfinished episodes
+        self._logged: dict[tuple[int, str], tuple[float, int]] = {}  # sums and counts
         self._format: Any = None
         self._staging: Any = None  # says whether a step fits
         self._known: Any = None  # structure of the last step, as it was given
@@ -144,6 +146,23 @@ class Actor:
             self.version, self._params = found[0], pickle.loads(found[1])
             self._stamp = np.full(self.num_envs, self.version, np.int32)
         return self._params
+
+    def log(self, **numbers: float) -> None:
+        """Count numbers, of which `Actors.metrics` has the mean for each version of the parameters.
+        They go with the block that is filled.
+
+        Returns and lengths of episodes are counted without it, as `episode_return` (of all agents)
+        and `episode_length`.
+
+        Args:
+          **numbers: Any numbers, by name.
+        """
+        self._count(self._logged, numbers.items())
+
+    def _count(self, logged: dict[Any, Any], numbers: Iterable[tuple[str, float]]) -> None:
+        for name, number in numbers:
+            total, num = logged.get((self.version, name), (0.0, 0))
+            logged[self.version, name] = total + float(number), num + 1
 
     def add(
         self, step: PyTree = None, *, mask: Any = None, priority: Any = None, **fields: Any
@@ -296,23 +315,48 @@ class Actor:
             resets = self._ended if self._ended.any() else None
             figures = self._first_version, resets, now - self._since, self._waited
             about, memory = (self._told[1], self._length, *figures), self._memory
-            number, ended = self._number, self._ended_after(self._length)
+            number, logged = self._number, {**self._logged}
+            ended, sums = self._after(self._length, logged)
             # at once, and first: should an interrupt come, the block is lost, and a gap
-            self._length, self._number, self._ended = 0, number + 1, ended
-            self._since, self._waited = now, 0.0
+            self._length, self._number, self._ended, self._sums = 0, number + 1, ended, sums
+            self._since, self._waited, self._logged = now, 0.0, {}
+            about = *about, logged
             self._outbox.put(number, about, memory)
 
-    def _ended_after(self, length: int) -> np.ndarray:
-        """Return bool[e], True for the envs whose last step has ended an episode, if the next one
-        only resets."""
-        if self._setup.autoreset != "next_step":
-            return self._ended
+    def _after(self, length: int, logged: dict[Any, Any]) -> tuple[np.ndarray, np.ndarray]:
+        """Return what follows a block of so many steps: bool[e], True for the envs whose last step
+        has ended an episode, if the next one only resets; and the sums of the unfinished episodes.
+        Log those that end."""
+        autoreset, ended = self._setup.autoreset, self._ended
+        if autoreset is None:
+            return ended, self._sums
         ends = self._steps.terminated[:length] | self._steps.truncated[:length]
+        reward = self._steps.reward[:length]
         if ends.ndim > 2:  # of each agent
             ends = ends.all(-1)
-        took = self._mask[:length]
-        last = length - 1 - took[::-1].argmax(0)
-        return np.where(took.any(0), ends[last, np.arange(self.num_envs)], self._ended)
+        if reward.ndim > 2:
+            reward = reward.sum(-1)
+        took = np.ones_like(ends) if self._mask is None else self._mask[:length]
+
+        # which steps only reset
+        resets = np.zeros_like(ends)
+        if autoreset == "next_step":
+            resets = np.concatenate([ended[None], ends[:-1]])
+            if not took.all():
+                for time in range(length):
+                    resets[time], ended = ended, np.where(took[time], ends[time], ended)
+            else:
+                ended = ends[-1]
+
+        # returns and lengths of the episodes that end
+        counts = took & ~resets
+        sums = np.stack([np.where(counts, reward, 0.0), counts]).cumsum(1) + self._sums[:, None]
+        sums, rest = sums.astype(float), np.zeros_like(self._sums)
+        for time, env in np.argwhere(counts & ends):
+            found = sums[:, time, env] - rest[:, env]
+            rest[:, env] = sums[:, time, env]
+            self._count(logged, zip(("episode_return", "episode_length"), found, strict=True))
+        return ended, sums[:, -1] - rest
 
     def wait_for_grant(self) -> None:
         """Wait until the next block may be begun."""

@@ -191,6 +191,8 @@ class Actors:
         self._resets: list[Any] = [None] * num
         self._joined: Offer | None = None  # blocks that are to be added
         self._recent: collections.deque[Any] = collections.deque(maxlen=4 * num)
+        # sums and counts of what actors have logged, by name and version
+        self._logged: dict[str, dict[int, tuple[float, int]]] = {}
         try:
             if saved is not None:
                 self.resume(saved)
@@ -267,7 +269,7 @@ class Actors:
         self._inbox.resume(state["added"] if state["run"] == self._engine.run else added)
         self.version = max(self.version, state.get("version", 0))
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, Any]:
         """Return figures of the actors.
 
         Returns:
@@ -282,6 +284,9 @@ class Actors:
           `version`: newest version of the parameters.
           `staleness`: mean number of versions from the parameters that acted to the newest ones,
           when a block was added; `largest_staleness`: the largest so far.
+          `log`: of each name that actors have logged, and of `episode_return` and `episode_length`,
+          the mean and the count for each of the newest versions that acted: `{name: {version:
+          (mean, count)}}`.
         """
         recent, figures = [*self._recent], self._figures
         first = min((when for when, *_ in recent), default=0.0)
@@ -299,6 +304,10 @@ class Actors:
             "version": self.version,
             "staleness": sum(stale for *_, stale in recent) / max(len(recent), 1),
             "largest_staleness": figures["staleness"],
+            "log": {
+                name: {version: (total / num, num) for version, (total, num) in of.items()}
+                for name, of in [*self._logged.items()]
+            },
         }
 
     def stop(self, timeout: float = 10.0) -> None:
@@ -413,6 +422,11 @@ class Actors:
             self._recent.append((now, num, block.seconds, block.waited, stale))
             self._figures["steps"] += num
             self._figures["staleness"] = max(self._figures["staleness"], stale)
+            for (version, name), added in block.logged.items():
+                of = self._logged.get(name, {})
+                before = of.get(version, (0.0, 0))
+                of = of | {version: (before[0] + added[0], before[1] + added[1])}
+                self._logged[name] = {one: of[one] for one in sorted(of)[-_VERSIONS:]}
 
     @property
     def _block(self) -> int:
@@ -429,7 +443,9 @@ class Actors:
         order = [*range(self._turn, len(lines)), *range(self._turn)]
         order = [index for index in order if lines[index].is_alive]
         under_way = sum(line.under_way for line in lines)
-        most, self._lead = self._most_blocks(under_way == 0), self._host.lead(self._block_of_all)
+        most = self._most_blocks(under_way == 0)
+        self._lead = 0  # meanwhile, so that `look` misses no sample
+        self._lead = self._host.lead(self._block_of_all)
         for limit in range(1, self._lead + 1):
             for index in order:
                 if under_way >= most:

@@ -6,7 +6,7 @@ actor that is started again has a new incarnation, whose blocks are numbered fro
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +32,7 @@ class Block:
         before has ended an episode; or None.
       seconds: Seconds from the actor's last block to this one.
       waited: Seconds of these that the actor was held back.
+      logged: Sums and counts of the numbers that the actor has logged, by version and name.
     """
 
     actor: int
@@ -41,6 +42,7 @@ class Block:
     resets: Any = None
     seconds: float = 0.0
     waited: float = 0.0
+    logged: Mapping[tuple[int, str], tuple[float, int]] = dataclasses.field(default_factory=dict)
 
     @property
     def shape(self) -> tuple[int, ...]:

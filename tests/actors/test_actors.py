@@ -137,6 +137,31 @@ def test_an_iteration_ends_when_the_actors_are_done(on):
         assert acting.check_rows(replay, 4) == (168, 8)
 
 
+def test_what_actors_log_is_counted(on):
+    """Episodes, too: of the steps that were taken, without those that only reset."""
+    lengths, returns = [], []
+    for env in range(4):
+        sums, resets = np.zeros(2), False
+        for now in range(21):
+            if env - env // 2 * 2 == now - now // 5 * 5:
+                continue
+            is_end = acting.ends(env, now)
+            sums += 0 if resets else (1, now)
+            if is_end and not resets:
+                lengths.append(sums[0])
+                returns.append(sums[1])
+                sums = np.zeros(2)
+            resets = is_end
+    with make() as replay:
+        actors = replay.start(acting.logging, 2, on=on, block_length=8)
+        until(lambda: actors.is_done)
+        log = actors.metrics()["log"]
+        assert log["episode_return"] == {0: (np.mean(returns), len(returns))}
+        assert log["episode_length"] == {0: (np.mean(lengths), len(lengths))}
+        assert log["index"] == {0: (0.5, 42)}
+        assert log["time"] == {0: (10, 42)}
+
+
 def test_a_wrong_autoreset_is_noticed():
     """The warning is an error in tests, and reaches the learner as one."""
     with make() as replay:

@@ -81,6 +81,13 @@ def few(actor):
         actor.add(step_of(actor, time))
 
 
+def logging(actor):
+    """As `few`, with masked steps, and two numbers that are logged for each step."""
+    for time in range(21):
+        actor.log(index=actor.index, time=time)
+        actor.add(step_of(actor, time), mask=np.arange(2) != time % 5)
+
+
 def failing(actor):
     """Raise an error after a few steps."""
     few(actor)
