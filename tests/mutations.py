@@ -398,8 +398,8 @@ MUTATIONS = (
     (
         "a learner that was replaced is heard",
         "actors/outbox.py",
-        "if ask.learner != self.learner:",
-        "if not self.learner:",
+        "if ask.learner != self.learner:\n                return\n",
+        "if not self.learner:\n                return\n",
         "actors/test_protocol.py",
     ),
     (
