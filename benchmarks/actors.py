@@ -58,7 +58,7 @@ def fast(actor: Any) -> None:
 
 
 def reading(actor: Any) -> None:
-    """As `fast`, and look for newer parameters before each step."""
+    """Add steps as `fast` does, and look for newer parameters before each."""
     step = step_of(actor.num_envs)
     while True:
         actor.params()
@@ -361,6 +361,10 @@ def write(found: Any, iterations: Any, args: argparse.Namespace) -> None:
             f"| {name} | {middle:,.0f} | {min(rates):,.0f} to {max(rates):,.0f} | "
             f"{first / middle:.1f} | {'' if math.isnan(cost) else f'{cost:.2f}'} |"
         )
+    if args.before:
+        command = ["git", "-C", args.before, "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        lines += ["", f"Rows with `before` are of commit {commit.strip()}."]
     hand, actors = (statistics.median(iterations[name]) for name in ("by hand", "actors"))
     lines += [
         "",

@@ -134,9 +134,8 @@ class Actor:
         return not self._outbox.is_stopped
 
     def params(self) -> Any:
-        """Return the newest parameters that were published, of type and structure as they were.
-
-        `version` is theirs from now on.
+        """Return the newest parameters that have come with a request, of type and structure as they
+        were published. `version` is theirs from now on.
 
         Returns:
           The parameters; those that `Replay.start` got, or None, if none were published yet.
@@ -313,14 +312,13 @@ class Actor:
         if self._length:
             now = time.monotonic()
             resets = self._ended if self._ended.any() else None
-            figures = self._first_version, resets, now - self._since, self._waited
-            about, memory = (self._told[1], self._length, *figures), self._memory
-            number, logged = self._number, {**self._logged}
+            number, memory, logged = self._number, self._memory, {**self._logged}
             ended, sums = self._after(self._length, logged)
+            figures = self._first_version, resets, now - self._since, self._waited, logged
+            about = self._told[1], self._length, *figures
             # at once, and first: should an interrupt come, the block is lost, and a gap
             self._length, self._number, self._ended, self._sums = 0, number + 1, ended, sums
             self._since, self._waited, self._logged = now, 0.0, {}
-            about = *about, logged
             self._outbox.put(number, about, memory)
 
     def _after(self, length: int, logged: dict[Any, Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -350,8 +348,8 @@ class Actor:
 
         # returns and lengths of the episodes that end
         counts = took & ~resets
-        sums = np.stack([np.where(counts, reward, 0.0), counts]).cumsum(1) + self._sums[:, None]
-        sums, rest = sums.astype(float), np.zeros_like(self._sums)
+        sums = np.array([np.where(counts, reward, 0.0), counts], float).cumsum(1)
+        sums, rest = sums + self._sums[:, None], np.zeros_like(self._sums)
         for time, env in np.argwhere(counts & ends):
             found = sums[:, time, env] - rest[:, env]
             rest[:, env] = sums[:, time, env]
@@ -368,12 +366,18 @@ class Actor:
         self._waited += time.monotonic() - began
 
 
-def run(act: Callable[[Actor], Any], index: int, incarnation: int, setup: Setup, *of: Any) -> None:
-    """Run an actor until `act` returns, or it is stopped; tell its outbox, the first of the others,
-    how it ended."""
-    outbox: Outbox = of[0]
+def run(
+    act: Callable[[Actor], Any],
+    index: int,
+    incarnation: int,
+    setup: Setup,
+    outbox: Outbox,
+    *memory: Callable[[int, int], Any],
+) -> None:
+    """Run an actor until `act` returns, or it is stopped, and tell its outbox how it ended. The
+    other arguments are those of `Actor`."""
     try:
-        actor = Actor(index, incarnation, setup, *of)
+        actor = Actor(index, incarnation, setup, outbox, *memory)
         actor.wait_for_grant()
         act(actor)
         actor._send()
@@ -412,4 +416,4 @@ def heard(setup: Setup, index: int, incarnation: int, kind: str, *of: Any) -> Bl
         return Block(index, (incarnation, number), steps, *figures)
     if kind == "end":
         return News(index, incarnation, "lost" if of[0] else "done", of[0])
-    return News(index, incarnation, kind, added=of[0] if of else 0)
+    return News(index, incarnation, kind, number=of[0] if of else 0)

@@ -20,7 +20,7 @@ from jaxreplay.actors.processes import local
 from jaxreplay.actors.restarts import Restarts
 
 _TICK = 0.1  # seconds between looks whether the actors are stopped
-_VERSIONS = 8  # newest ones, whose mean number of steps is that of a version
+_VERSIONS = 8  # newest ones, of which numbers of steps, and those that are logged, are kept
 
 
 class Engine(Protocol):
@@ -280,7 +280,8 @@ class Actors:
           `alive`: number of actors that run.
           `lost`: number of times that an actor was lost; `restarts`: that one was started again.
           `hung`: number of times that a block took longer than `block_timeout`.
-          `dropped_blocks`: number of blocks that were lost, or that rows had that were loaded.
+          `dropped_blocks`: number of blocks that an interrupt of an actor has lost, or that rows
+          which were loaded have.
           `version`: newest version of the parameters.
           `staleness`: mean number of versions from the parameters that acted to the newest ones,
           when a block was added; `largest_staleness`: the largest so far.
@@ -346,10 +347,10 @@ class Actors:
         elif one.incarnation != self._begun[index]:  # it was given up
             return
         elif one.kind == "ready":
-            self._inbox.begin(index, one.incarnation, one.added)
+            self._inbox.begin(index, one.incarnation, one.number)
             self._told[index] = -1
         elif one.kind == "gap":
-            self._inbox.skip(index, one.added)
+            self._inbox.skip(index, one.number)
         else:
             self._inbox.lose(index)
             self._is_done[index] = one.kind == "done"
@@ -455,12 +456,14 @@ class Actors:
                     if line.asked == line.heard:
                         self._since[index] = time.monotonic()
                     number, added = self._inbox.ask(index)
-                    self._asked.append((index, line.incarnation, number, self._base))
+                    if self._max_staleness is not None:
+                        self._asked.append((index, line.incarnation, number, self._base))
                     params = self._params
                     if params is not None and params[0] == self._told[index]:
                         params = None
                     self._engine.ask(index, number, added, params)
-                    self._told[index] = self._told[index] if params is None else params[0]
+                    if params is not None:
+                        self._told[index] = params[0]
                     self._turn, under_way = index + 1, under_way + 1
 
     def _most_blocks(self, is_idle: bool) -> float:
@@ -472,7 +475,6 @@ class Actors:
         as a sample waits for.
         """
         if self._max_staleness is None:
-            self._asked.clear()
             return math.inf
         asked, lines = self._asked, self._inbox.lines
         while asked:

@@ -57,17 +57,19 @@ class News:
     Attributes:
       actor: Index of the actor.
       incarnation: Its incarnation.
-      kind: "ready": it waits for requests; "done": `act` returned; "lost": it ended before, or
-        `act` raised an error; "replaced": another learner has it.
+      kind: "ready": it waits for requests; "gap": an interrupt of it has lost blocks; "done": `act`
+        returned; "lost": it ended before, or `act` raised an error; "replaced": another learner has
+        it.
       why: Why it was lost. Default: "".
-      added: Number of its blocks that another learner had added before. Default: 0.
+      number: Number of the first block that may still come: those before it were added by another
+        learner ("ready"), or are lost if they were not answered ("gap"). Default: 0.
     """
 
     actor: int
     incarnation: int
     kind: str
     why: str = ""
-    added: int = 0
+    number: int = 0
 
 
 @dataclasses.dataclass
@@ -91,12 +93,8 @@ class _Line:
     @property
     def added(self) -> int:
         """Blocks with smaller numbers were added, or lost: the actor need not keep them."""
-        own = (
-            number
-            for (of, number) in (block.place for block in self.waiting)
-            if of == self.incarnation
-        )
-        return next(own, self.heard)
+        places = (block.place for block in self.waiting)
+        return next((number for of, number in places if of == self.incarnation), self.heard)
 
     @property
     def under_way(self) -> int:
@@ -159,9 +157,10 @@ class Inbox:
         self.lines[actor].is_alive = False
 
     def next_of(self, actor: int) -> Block | None:
-        """Return the block of an actor that is to be added next, or None if it has not arrived."""
+        """Return the block of an actor that is to be added next, or None if it has not arrived.
+        Drop those that loaded rows have."""
         line = self.lines[actor]
-        while line.waiting and line.waiting[0].place < self.added[actor]:  # loaded rows have it
+        while line.waiting and line.waiting[0].place < self.added[actor]:
             line.waiting.popleft()
             self.num_dropped += 1
         return line.waiting[0] if line.waiting else None

@@ -120,9 +120,10 @@ class Cluster:
                 continue
             if of[1] != kind:
                 raise ValueError(
-                    f"start: there are actors of the name {name!r} with other settings; stop them: "
-                    "for one in ray.util.list_named_actors(all_namespaces=True): "
-                    f"if one['namespace'] == {_NAMESPACE!r}: ray.kill(ray.get_actor(**one))"
+                    f"start: there are actors of the name {name!r} with other settings; choose "
+                    "another name, or stop them: for one in "
+                    "ray.util.list_named_actors(all_namespaces=True): "
+                    f"if one['name'].startswith({name + '/'!r}): ray.kill(ray.get_actor(**one))"
                 )
             self.run, index = of[0], int(of[2])
             self.known[index] = max(self.known.get(index, 0), int(of[3]))
@@ -186,7 +187,7 @@ class Cluster:
         return heard(self._setup, index, handle.incarnation, kind, *of)
 
     def share(self, data: bytes) -> list[Any]:
-        """Put parameters in the store, which keeps them as long as somebody has the reference."""
+        """Put parameters in Ray's store. Return a reference, which keeps them there."""
         import ray
 
         return [ray.put(data)]

@@ -27,8 +27,8 @@ _PATIENCE = 10.0  # seconds for an actor to return once the learner is gone
 
 
 class Memory:
-    """Memory for other processes, to which its file is sent. It has no name, so that nobody else
-    finds it, it takes no room of `/dev/shm`, and it is gone with the last process.
+    """Memory without a name, which other processes map once its file was sent to them. It takes no
+    room of `/dev/shm`, and is gone with the last process.
 
     Args:
       size: Number of bytes.

@@ -22,26 +22,23 @@ class ActorHost:
         self._replay, self._owner, self.lock = replay, owner, replay._monitor
 
     def insert(self, offer: Offer, timeout: float) -> bool:
-        with self.lock:
-            return self._insert(offer)
-
-    def _insert(self, offer: Offer) -> bool:
         replay, owner = self._replay, self._owner
-        if replay._is_closed or owner.is_lost:
-            return False
-        if not owner.has_example:
-            spec = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype)
-            owner.init(jax.tree.map(spec, offer.steps[0]))
-        ends = offer.cut()  # first: it masks steps, of which the next call may make a copy
-        step, mask, priority = offer.steps
-        num_steps, calls = owner.calls_of(step, None, offer.envs, mask, priority)
-        if ends is not None:
-            calls = [(owner.method("end_streams"), ends), *calls]
-        problem = replay._add(owner, num_steps, calls)
-        offer.note()
-        if problem is not None:
-            warnings.warn(f"actor.add: {problem}", stacklevel=2)
-        return True
+        with self.lock:
+            if replay._is_closed or owner.is_lost:
+                return False
+            if not owner.has_example:
+                spec = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype)
+                owner.init(jax.tree.map(spec, offer.steps[0]))
+            ends = offer.cut()  # first: it masks steps, of which the next call may make a copy
+            step, mask, priority = offer.steps
+            num_steps, calls = owner.calls_of(step, None, offer.envs, mask, priority)
+            if ends is not None:
+                calls = [(owner.method("end_streams"), ends), *calls]
+            problem = replay._add(owner, num_steps, calls)
+            offer.note()
+            if problem is not None:
+                warnings.warn(f"actor.add: {problem}", stacklevel=2)
+            return True
 
     def changed(self) -> None:
         with self._replay._monitor:

@@ -57,6 +57,7 @@ class RatioLimiter:
         """Return whether steps may be added.
 
         Args:
-          ahead: Number of steps that inserts may be ahead, besides the margin. Default: 0.
+          ahead: Number of steps that inserts may be ahead, besides the margin; a negative one: that
+            they must be behind. Default: 0.
         """
         return self.ratio * (self.num_inserts - ahead) - self.num_samples < self.batch_size

@@ -347,9 +347,9 @@ class Replay:
             the newest ones, when a step is added. Actors wait before blocks that would be older.
             The limit is kept if each version is learned from equally many steps, and a block has
             fewer; samples that are a batch ahead may add one version. Default: no limit.
-          block_timeout: Seconds after which an actor that was asked for a block hangs: it is ended,
-            and counts as lost. Default: 300, more than the slowest envs need to start, and to
-            reset; a robot that people reset needs more.
+          block_timeout: Seconds that an actor may take for a block that it was asked for. One that
+            takes longer hangs: it is ended, and counts as lost. Default: 300, for slow resets, and
+            programs that are compiled in the first block; a robot that people reset needs more.
           version_key: Name of an extra, int32, of each step (of an entry of each item), for the
             version of the parameters that acted. The replay's `example`, if it has one, needs the
             same extra. Default: none.

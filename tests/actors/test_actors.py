@@ -233,6 +233,8 @@ def test_a_learner_that_was_replaced_leaves_its_successors_actors(cluster):
             until(first.can_sample)
             actors = second.start(acting.endless, 2, block_length=8, on=on)
             until(second.can_sample)
+        with make() as third, refused("actors of the name 'successor' with other settings"):
+            third.start(acting.endless, 2, block_length=16, on=on)
         steps = actors.metrics()["steps"]
         until(lambda: actors.is_stopped or actors.metrics()["steps"] > steps + 1_000)
         assert actors.error is None
@@ -536,6 +538,7 @@ def test_wrong_arguments_and_steps_are_refused():
             ({"num_actors": 2, "max_staleness": -1}, "max_staleness must be an int of at least 0"),
             ({"num_actors": 2, "max_restarts": -1}, "max_restarts must be an int of at least 0"),
             ({"num_actors": 2, "seed": -1}, "seed must be an int of at least 0"),
+            ({"num_actors": 2, "block_timeout": -1}, "block_timeout must be a number of seconds"),
             ({"num_actors": 2, "member": "x"}, "member='x', but this Replay has one buffer"),
         ):
             with refused(said):
@@ -683,6 +686,38 @@ def test_masked_steps_are_no_rows_on_any_device(device):
         until(lambda: actors.metrics()["steps"] == 5)
         obs = np.asarray(replay.state.rows.steps.obs)[:6, 0]
         assert obs.tolist() == [10, 11, 31, 40, 41, 0]
+
+
+def test_fewer_blocks_are_asked_for_as_inserts_come_near_their_limit():
+    """A sample that lets more be asked for wakes the thread that asks."""
+    with make(1, limit=1.0, batch_size=4) as replay:
+        for now in range(8):
+            replay._limiter.num_inserts = 0
+            replay.add(acting.step_of(types.SimpleNamespace(envs=range(1), incarnation=0), now))
+        host, limiter, wakes = ActorHost(replay, replay._owner), replay._limiter, []
+        assert replay.can_sample()
+        for inserts, lead in ((1, 3), (2, 2), (3, 2), (4, 1), (5, 1), (6, 0)):
+            limiter.num_inserts = inserts
+            assert host.lead(2) == lead
+        engine = types.SimpleNamespace(wake=lambda: wakes.append(before))
+        actors = types.SimpleNamespace(_host=host, _engine=engine, _block_of_all=2)
+        for samples, before in ((0, 0), (1, 0), (1, 1), (4, 1), (4, 2), (6, 3)):
+            limiter.num_samples, actors._lead = samples, before
+            jr.actors.Actors.look(actors)
+        assert wakes == [0, 1]
+
+
+@pytest.mark.no_xla
+def test_figures_of_long_blocks_are_exact():
+    """Rewards of few bits are summed in many."""
+    actor, outbox = actor_of(Setup(1, 1, 4096, 0, "next_step", None, False, None, None))
+    logged = []
+    outbox.put = lambda number, about, memory: logged.append(about[-1])
+    for now in range(4096):
+        flags = np.full(1, now == 2999)
+        actor.add(acting.step_of(actor, now, terminated=flags, reward=np.ones(1, np.float16)))
+    found = {name: number for (_, name), number in logged[0].items()}
+    assert found == {"episode_return": (3000, 1), "episode_length": (3000, 1)}
 
 
 def test_masked_steps_are_no_lead_over_samples():

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import queue
 import socket
 import threading
 import types
@@ -38,17 +39,18 @@ def learner(engine):
 
 def test_blocks_and_parameters_lie_in_memory_without_a_name(engine, learner):
     """A full `/dev/shm` does not matter, and nothing is left, whoever is killed."""
-    found = []
+    given = queue.SimpleQueue()
     for size, number in ((200, 0), (200, 4), (64, 5), (64, 6), (0, 7)):
-        give = threading.Thread(target=lambda: found.extend(engine.answers(1.0)))
-        give.start()
-        memory = np.frombuffer(learner.memory(size, number), np.uint8)
-        give.join(0 if number in (4, 6) else None)
+        of = size, number
+        ask = threading.Thread(target=lambda of=of: given.put(learner.memory(*of)), daemon=True)
+        ask.start()
+        while given.empty():
+            assert engine.answers(0.1) == []
+        memory = np.frombuffer(given.get(), np.uint8)
         assert memory.shape == (size,)
         memory[:] = number
         of = np.frombuffer(engine._of[0][1].memory.map, np.uint8)
         assert (of[(number - number // 3 * 3) * size :][:size] == number).all()
-    assert found == []
     for version, data in enumerate([bytes(100), b"more", b""]):
         engine.ask(0, version, 0, (version, engine.share(data)))
         learner.outbox.begin(version)

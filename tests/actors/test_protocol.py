@@ -24,10 +24,8 @@ class Worker:
     def __init__(self, incarnation, num_blocks):
         self.incarnation, self.num_blocks = incarnation, num_blocks
         self.outbox, self.number = Outbox(), 0
-        self.under_way, self.pending = (
-            (),
-            (),
-        )  # requests: that reach it in any order; to be answered
+        self.under_way = ()  # requests that will reach it, in any order
+        self.pending = ()  # those that are to be answered
 
     def copy(self):
         new = copy.copy(self)
