@@ -56,7 +56,7 @@ docs: $(DOCS)/installed
 	$(DOCS)/bin/python -m sphinx -b html -q -E -W --keep-going docs out/docs
 
 examples: $(VENV)/installed
-	set -e; for example in dqn_minimal sharded_dqn multihost_dqn dqn ppo sac atari_frame_stack r2d2 her offline_to_online purejaxrl_dqn torch_dqn actors_dqn robot sb3_dict_sac resume steps laplacian dreamer_replay rlpd recurrent_ppo vdn grpo plr; do echo "== $$example"; $(BIN)/python examples/$$example.py; done; $(BIN)/python examples/rlpd.py --framework torch
+	set -e; for example in dqn_minimal sharded_dqn multihost_dqn dqn ppo sac atari_frame_stack r2d2 her offline_to_online purejaxrl_dqn torch_dqn actors_dqn batched_inference robot sb3_dict_sac resume steps laplacian dreamer_replay rlpd recurrent_ppo vdn grpo plr; do echo "== $$example"; $(BIN)/python examples/$$example.py; done; $(BIN)/python examples/rlpd.py --framework torch
 
 ruff: $(VENV)/installed
 	$(BIN)/ruff check .

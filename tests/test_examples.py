@@ -185,6 +185,11 @@ CLAIMS = {
         ("env steps", LEAST, 20_000, 300_000),
         ("evaluation return", LEAST, 15, 450),
     ),
+    "batched_inference": (
+        "--steps 20000 --target 0",
+        ("env steps", LEAST, 20_000, 300_000),
+        ("evaluation return", LEAST, 15, 450),
+    ),
     "torch_dqn": (
         "--steps 4000",
         ("env steps", EQUAL, 4_000, 100_000),

@@ -6,8 +6,8 @@ import math
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -35,6 +35,7 @@ class Setup:
       autoreset: The buffer's, as are `num_agents` and `allow_mask`.
       example: Shapes and dtypes of one env's step, or None: the first step tells them.
       version_key: Name of the extra that gets the version, or None.
+      others: Names of the mixture's members that may get steps, too. Default: none.
     """
 
     num_actors: int
@@ -46,6 +47,7 @@ class Setup:
     allow_mask: bool
     example: Any
     version_key: str | None
+    others: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -56,6 +58,7 @@ class Setup:
         block_length: int,
         seed: int,
         version_key: str | None,
+        others: tuple[str, ...] = (),
     ) -> "Setup":
         """Return the settings for a buffer, or raise a ValueError."""
         checks.check_size("start", "num_actors", num_actors)
@@ -71,7 +74,7 @@ class Setup:
                 "allow_mask=True"
             )
         told = buffer.autoreset, buffer.num_agents, buffer.allow_mask
-        return cls(num_actors, num_envs, block_length, seed, *told, example, version_key)
+        return cls(num_actors, num_envs, block_length, seed, *told, example, version_key, others)
 
 
 class Actor:
@@ -117,6 +120,7 @@ class Actor:
         self._mask: Any = None
         self._ended = np.zeros(self.num_envs, bool)  # envs whose next step resets
         self._priority: Any = None
+        self._members: tuple[str, ...] = ()  # that get the block, too
         self._sums = np.zeros((2, self.num_envs))  # return and length of the unfinished episodes
         self._logged: dict[tuple[int, str], tuple[float, int]] = {}  # sums and counts
         self._format: Any = None
@@ -164,7 +168,13 @@ class Actor:
             logged[self.version, name] = total + float(number), num + 1
 
     def add(
-        self, step: PyTree = None, *, mask: Any = None, priority: Any = None, **fields: Any
+        self,
+        step: PyTree = None,
+        *,
+        mask: Any = None,
+        priority: Any = None,
+        members: Sequence[str] = (),
+        **fields: Any,
     ) -> None:
         """Append one step of the actor's envs to a block, and send the block if it is complete.
 
@@ -180,10 +190,16 @@ class Actor:
             env took a step.
           priority: float[e], at least 0, such as the actor's own TD errors; for all steps of a
             block, or for none. Default: as for `ReplayBuffer.add`.
+          members: Names of other members of the mixture that get the step, too, as a human's
+            intervention is a demonstration: members with the same envs, each with a write position
+            of its own. There an episode ends before a step that does not follow the last one, and
+            its newest transition is given up: name a member for the step after the last one, too.
+            A block ends where they change. Default: none.
           **fields: Fields of the step, in place of `step`: `obs=..., action=..., ...`.
 
         Raises:
-          ValueError: The step does not fit the buffer, or those before it.
+          ValueError: The step does not fit the buffer, or those before it; or a member gets no
+            steps of these envs.
         """
         if (step is None) == (not fields):
             raise ValueError(
@@ -194,7 +210,10 @@ class Actor:
         if leaves is None:
             leaves = self._slowly(given)
         self._put(
-            leaves, self._per_env("mask", mask, bool), self._per_env("priority", priority, float)
+            leaves,
+            self._per_env("mask", mask, bool),
+            self._per_env("priority", priority, float),
+            members,
         )
 
     def _quickly(self, given: Any) -> list[Any] | None:
@@ -215,7 +234,7 @@ class Actor:
         staging: Any = self._staging
         leaves = staging.leaves_of(step, lambda: self._format.fit(arrays.own("add", step))[0])
         if leaves is None:
-            raise self._refused(step)
+            self._refuse(step)
         if isinstance(given, dict | Step):
             found, self._known = jax.tree.flatten(given)
             places = jax.tree.unflatten(self._known, range(len(found)))
@@ -246,15 +265,12 @@ class Actor:
         self._format = arrays.StepFormat.of(buffer, example)
         self._staging = Staging(self._format.specs, self.num_envs)
 
-    def _refused(self, step: PyTree) -> ValueError:
-        """Return the error for a step that does not fit."""
+    def _refuse(self, step: PyTree) -> NoReturn:
+        """Raise the error for a step that does not fit."""
         of_all = lambda spec: jax.ShapeDtypeStruct((self.num_envs, *spec.shape), spec.dtype)
         hint = f"a step has leaves [{self.num_envs}, ...], as the first step or example= has them"
-        try:
-            checks.check_leaves("add", step, jax.tree.map(of_all, self._format.specs), hint)
-        except ValueError as error:
-            return error
-        return ValueError(f"add: {hint}")
+        checks.check_leaves("add", step, jax.tree.map(of_all, self._format.specs), hint)
+        raise ValueError(f"add: {hint}")
 
     def _per_env(self, name: str, given: Any, kind: type) -> Any:
         """Return a mask or priorities [e], or None if they are not given."""
@@ -272,12 +288,18 @@ class Actor:
             )
         return array
 
-    def _put(self, leaves: list[Any], mask: Any, priority: Any) -> None:
+    def _put(self, leaves: list[Any], mask: Any, priority: Any, members: Sequence[str]) -> None:
         """Copy a step to the block that is filled."""
-        if self._length == self._setup.block_length:
-            self._send()  # an interrupt came before
+        members = (members,) if isinstance(members, str) else tuple(members)
+        if not {*members} <= {*self._setup.others}:
+            raise ValueError(
+                f"add: members={members}, but these may get the steps: {self._setup.others}"
+            )
+        if self._length == self._setup.block_length or members != self._members:
+            self._send()  # if it is full, an interrupt came before
+            self._members = members
         if self._length == 0:
-            self.wait_for_grant()  # again, should an interrupt have ended the wait before
+            self._wait()  # again, should an interrupt have ended the wait before
             its_mask = jax.ShapeDtypeStruct((), bool) if self._setup.allow_mask else None
             priorities = None if priority is None else jax.ShapeDtypeStruct((), np.float32)
             specs = self._format.specs, its_mask, priorities
@@ -306,16 +328,15 @@ class Actor:
         """Send the steps of the block that is being filled, and wait as `add` does. The next block
         has its full length."""
         self._send()
-        self.wait_for_grant()
+        self._wait()
 
     def _send(self) -> None:
         if self._length:
             now = time.monotonic()
-            resets = self._ended if self._ended.any() else None
             number, memory, logged = self._number, self._memory, {**self._logged}
             ended, sums = self._after(self._length, logged)
-            figures = self._first_version, resets, now - self._since, self._waited, logged
-            about = self._told[1], self._length, *figures
+            figures = self._first_version, self._ended, now - self._since, self._waited, logged
+            about = self._told[1], self._length, self._members, *figures
             # at once, and first: should an interrupt come, the block is lost, and a gap
             self._length, self._number, self._ended, self._sums = 0, number + 1, ended, sums
             self._since, self._waited, self._logged = now, 0.0, {}
@@ -336,27 +357,22 @@ class Actor:
             reward = reward.sum(-1)
         took = np.ones_like(ends) if self._mask is None else self._mask[:length]
 
-        # which steps only reset
-        resets = np.zeros_like(ends)
-        if autoreset == "next_step":
-            resets = np.concatenate([ended[None], ends[:-1]])
-            if not took.all():
-                for time in range(length):
-                    resets[time], ended = ended, np.where(took[time], ends[time], ended)
-            else:
-                ended = ends[-1]
+        # which steps only reset: those whose env's last step, of the block or before, has ended
+        ended = np.concatenate([ended[None], ends & (autoreset == "next_step")])
+        last = np.maximum.accumulate(np.where(took, np.arange(1, length + 1)[:, None], 0))
+        ended[1:] = np.take_along_axis(ended, last, 0)
+        counts = took & ~ended[:-1]
 
         # returns and lengths of the episodes that end
-        counts = took & ~resets
         sums = np.array([np.where(counts, reward, 0.0), counts], float).cumsum(1)
         sums, rest = sums + self._sums[:, None], np.zeros_like(self._sums)
-        for time, env in np.argwhere(counts & ends):
-            found = sums[:, time, env] - rest[:, env]
-            rest[:, env] = sums[:, time, env]
+        for at, env in np.argwhere(counts & ends):
+            found = sums[:, at, env] - rest[:, env]
+            rest[:, env] = sums[:, at, env]
             self._count(logged, zip(("episode_return", "episode_length"), found, strict=True))
-        return ended, sums[:, -1] - rest
+        return ended[-1], sums[:, -1] - rest
 
-    def wait_for_grant(self) -> None:
+    def _wait(self) -> None:
         """Wait until the next block may be begun."""
         if self._outbox.asked > self._number and not self._outbox.is_stopped:
             return
@@ -378,7 +394,7 @@ def run(
     other arguments are those of `Actor`."""
     try:
         actor = Actor(index, incarnation, setup, outbox, *memory)
-        actor.wait_for_grant()
+        actor._wait()
         act(actor)
         actor._send()
         outbox.end("")

@@ -3,6 +3,7 @@
 import atexit
 import collections
 import dataclasses
+import itertools
 import math
 import os
 import pickle
@@ -15,11 +16,12 @@ import numpy as np
 
 from jaxreplay._util import checks
 from jaxreplay.actors.actor import Actor, Setup
-from jaxreplay.actors.block import IN_FLIGHT, Block, Inbox, News, joined
+from jaxreplay.actors.block import IN_FLIGHT, Block, Inbox, Line, News, in_turn, joined
 from jaxreplay.actors.processes import local
-from jaxreplay.actors.restarts import Restarts
 
 _TICK = 0.1  # seconds between looks whether the actors are stopped
+_FIRST, _LONGEST = 0.25, 60.0  # seconds of a pause: the second restart's, and the most
+_LONG = 600.0  # seconds after which an actor has run well
 _VERSIONS = 8  # newest ones, of which numbers of steps, and those that are logged, are kept
 
 
@@ -69,30 +71,36 @@ class Offer:
 
     Attributes:
       blocks: The blocks.
-      steps: Steps or items, mask and priority, leaves [T, E, ...]; None for what was not given.
+      steps: Their `steps`, leaves [T, E, ...].
       envs: int32[E], as for `Replay.add`.
-      cut: Called right before they are added, and before the mask is read: it may mask steps.
-        Returns bool[E] over all envs of the buffer, True for envs whose episodes end before, or
-        None for none.
+      resets: bool[E], True for the envs whose first step only resets.
+      cut: Called right before they are added, and before the mask is read. Returns bool[E] over all
+        envs of the buffer, True for envs whose episodes end before.
       note: Called right after they were added.
     """
 
     blocks: Sequence[Block]
     steps: Any
     envs: np.ndarray
-    cut: Callable[[], np.ndarray | None]
+    resets: np.ndarray
+    cut: Callable[[], np.ndarray]
     note: Callable[[], None]
 
-    def mask_of(self, place: int) -> np.ndarray:
-        """Return the part of the mask, or of one that is True everywhere, that a block has."""
-        (length, num), mask = self.blocks[place].shape, self.steps[1]
-        own = slice(place * num, (place + 1) * num)
-        return np.ones((length, num), bool) if mask is None else mask[:, own]
+    def follow(self, gap: np.ndarray) -> Any:
+        """Return the mask without the steps that only reset an env after a step that is missing.
 
-    @property
-    def num_steps(self) -> int:
-        """Number of steps that are not masked, over all envs."""
-        return sum(int(self.mask_of(place).sum()) for place in range(len(self.blocks)))
+        Args:
+          gap: bool[E + 1], for all envs of the buffer and for padding, True if the step before is
+            missing; updated.
+        """
+        mask = self.steps[1]
+        if mask is None:
+            gap[self.envs] = False
+            return None
+        due, mask = np.flatnonzero(gap[self.envs] & self.resets), mask.copy()
+        gap[self.envs] &= ~mask.any(0)
+        mask[mask[:, due].argmax(0), due] = False
+        return mask
 
 
 class Host(Protocol):
@@ -168,27 +176,19 @@ class Actors:
         added = saved["added"] if saved else []
         before = (saved or {}).get("incarnations") or [newest for newest, _ in added]
         before = before if len(before) == num else [-1] * num
-        # incarnations that have begun, or will after a pause
-        self._begun = [self._engine.known.get(of, one + 1) for of, one in enumerate(before)]
+        for line, one in zip(self._inbox.lines, before, strict=True):
+            line.incarnation = self._engine.known.get(line.index, one + 1)
+            line.began = time.monotonic()
         self.version = 0  # of the newest parameters
-        self._is_done = [False] * num
         self.error: BaseException | None = None
         self._figures = collections.Counter()
-        self._restarts = [Restarts(max_restarts) for _ in range(num)]
-        self._began = [time.monotonic()] * num  # when the newest incarnation did
-        self._since = [0.0] * num  # when it has answered, or was asked first
-        self._due: list[tuple[float, int]] = []  # when to begin an actor again
-        self._params: Any = None  # version of the newest, and what the engine says of it
-        self._told = [-1] * num  # newest version that each was told
+        self._most_restarts = max_restarts
+        self._params: tuple[int, Any] = -1, None  # version of the newest; what the engine says
         self._lead, self._turn = IN_FLIGHT, 0
         # steps that the learner had taken when it published; samples may run ahead of the base
         self._base = 0.0
         self._taken: collections.deque[float] = collections.deque(maxlen=_VERSIONS + 1)
-        # blocks that were asked for, oldest first: actor, incarnation, number, and what the learner
-        # had taken
-        self._asked: collections.deque[Any] = collections.deque()
-        # envs of each actor that took no step since a cut, and whose next one only resets; or None
-        self._resets: list[Any] = [None] * num
+        self._gap = np.ones(num * setup.num_envs + 1, bool)  # of each env's steps
         self._joined: Offer | None = None  # blocks that are to be added
         self._recent: collections.deque[Any] = collections.deque(maxlen=4 * num)
         # sums and counts of what actors have logged, by name and version
@@ -198,8 +198,8 @@ class Actors:
                 self.resume(saved)
             if params is not None:
                 self._params = self.version, self._engine.share(data)
-            for index, incarnation in enumerate(self._begun):
-                self._engine.begin(index, incarnation)
+            for line in self._inbox.lines:
+                self._engine.begin(line.index, line.incarnation)
         except BaseException:
             self._engine.stop(0.0)
             raise
@@ -250,7 +250,7 @@ class Actors:
     @property
     def is_done(self) -> bool:
         """True once `act` has returned in all actors, and their steps were added."""
-        return all(self._is_done) and not self._inbox.num_waiting
+        return all(line.is_done and not line.waiting for line in self._inbox.lines)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -258,14 +258,15 @@ class Actors:
         return {
             "run": self._engine.run,
             "added": [*self._inbox.added],
-            "incarnations": [*self._begun],
+            "incarnations": [line.incarnation for line in self._inbox.lines],
             "version": self.version,
         }
 
     def resume(self, state: Any) -> None:
         """Continue after the blocks that a checkpoint has; None if it knows no actors. Those of
         another run are no predecessors: all begin with a cut."""
-        added, state = [(one - 1, 0) for one in self._begun], state or {"run": None}
+        added = [(line.incarnation - 1, 0) for line in self._inbox.lines]
+        state = state or {"run": None}
         self._inbox.resume(state["added"] if state["run"] == self._engine.run else added)
         self.version = max(self.version, state.get("version", 0))
 
@@ -289,21 +290,20 @@ class Actors:
           the mean and the count for each of the newest versions that acted: `{name: {version:
           (mean, count)}}`.
         """
-        recent, figures = [*self._recent], self._figures
-        first = min((when for when, *_ in recent), default=0.0)
-        times = sum(seconds for _, _, seconds, _, _ in recent)
+        recent, now, figures = [*self._recent], time.monotonic(), self._figures
+        found = np.array(recent or [(now, 0, 0.0, 0.0, 0)]).T
+        (first, *_), num, seconds, waited, stale = found
         return {
             "steps": figures["steps"],
-            "steps_per_second": sum(num for _, num, *_ in recent)
-            / max(time.monotonic() - first, 1e-9),
-            "waiting": sum(waited for *_, waited, _ in recent) / max(times, 1e-9),
+            "steps_per_second": float(num.sum() / max(now - first, 1e-9)),
+            "waiting": float(waited.sum() / max(seconds.sum(), 1e-9)),
             "alive": sum(line.is_alive for line in self._inbox.lines),
             "lost": figures["lost"],
             "restarts": figures["restarts"],
             "hung": figures["hung"],
             "dropped_blocks": self._inbox.num_dropped,
             "version": self.version,
-            "staleness": sum(stale for *_, stale in recent) / max(len(recent), 1),
+            "staleness": float(stale.mean()),
             "largest_staleness": figures["staleness"],
             "log": {
                 name: {version: (total / num, num) for version, (total, num) in of.items()}
@@ -340,86 +340,81 @@ class Actors:
             self._host.changed()
 
     def _hear(self, one: Block | News) -> None:
-        index, now = one.actor, time.monotonic()
-        self._since[index] = now
+        line = self._inbox.lines[one.actor]
+        line.since = time.monotonic()
         if isinstance(one, Block):
             self._inbox.receive(one)
-        elif one.incarnation != self._begun[index]:  # it was given up
+        elif one.incarnation != line.incarnation:  # it was given up
             return
         elif one.kind == "ready":
-            self._inbox.begin(index, one.incarnation, one.number)
-            self._told[index] = -1
+            self._inbox.begin(one.actor, one.incarnation, one.number)
+            line.told = -1
         elif one.kind == "gap":
-            self._inbox.skip(index, one.number)
+            self._inbox.skip(one.actor, one.number)
         else:
-            self._inbox.lose(index)
-            self._is_done[index] = one.kind == "done"
+            self._inbox.lose(one.actor)
+            line.is_done = one.kind == "done"
             if one.kind == "replaced":
                 raise RuntimeError("another learner has these actors now")
             if one.kind == "lost":
-                self._lose(index, now, one.why)
+                self._lose(line, one.why)
             self._host.changed()
 
-    def _lose(self, index: int, now: float, why: str) -> None:
+    def _lose(self, line: Line, why: str) -> None:
         """Begin an actor again after a pause, or raise an error."""
-        pause = self._restarts[index].pause_after(now - self._began[index])
         self._figures["lost"] += 1
-        if pause is None:
-            raise RuntimeError(f"actor {index} failed: {why}")
+        line.restarts = 1 if line.since - line.began >= _LONG else line.restarts + 1
+        if line.restarts > self._most_restarts:
+            raise RuntimeError(f"actor {line.index} failed: {why}")
         self._figures["restarts"] += 1
-        self._begun[index] += 1
-        self._due.append((now + pause, index))
+        line.incarnation += 1
+        line.due = line.since + pause_before(line.restarts)
 
     def _heal(self) -> None:
         """Begin actors that are due; give those up that hang."""
         now = time.monotonic()
-        for index in [index for when, index in self._due if when <= now]:
-            self._due = [one for one in self._due if one[1] != index]
-            self._began[index] = now
-            self._engine.begin(index, self._begun[index])
-        for index, line in enumerate(self._inbox.lines):
-            is_late = now - self._since[index] > self._timeout
-            if line.is_alive and line.asked > line.heard and is_late:
-                self._engine.end(index)
+        for line in self._inbox.lines:
+            if line.due is not None and line.due <= now:
+                line.due, line.began = None, now
+                self._engine.begin(line.index, line.incarnation)
+            elif line.is_alive and line.asked > line.heard and now - line.since > self._timeout:
+                self._engine.end(line.index)
                 self._figures["hung"] += 1
                 why = f"no block came for {self._timeout:g} s; block_timeout= may be longer"
-                self._hear(News(index, line.incarnation, "lost", why))
+                self._hear(News(line.index, line.incarnation, "lost", why))
 
     def _insert(self) -> None:
         if self._joined is None:
             if not (blocks := self._inbox.next_blocks()):
                 return
-            num_envs = self._setup.num_actors * self._setup.num_envs
-            steps, envs = joined(blocks, num_envs)
-            self._joined = Offer(blocks, steps, envs, self._cut, lambda: self._note(blocks))
+            parts = joined(blocks, len(self._gap) - 1)
+            self._joined = Offer(blocks, *parts, self._cut, lambda: self._note(blocks))
         if self._host.insert(self._joined, _TICK):
             self._joined = None
         else:
             self._is_stopped.wait(_TICK / 10)
 
-    def _cut(self) -> np.ndarray | None:
-        """Return bool[E], True for the envs whose episodes end before the blocks that are next. If
-        the step before has ended an episode and is missing, mask the one that only resets."""
+    def _cut(self) -> np.ndarray:
+        """Return bool[E], True for the envs whose episodes end before the blocks that are next."""
         ends = np.zeros((self._setup.num_actors, self._setup.num_envs), bool)
         offer: Any = self._joined
-        for place, block in enumerate(offer.blocks):
-            ends[block.actor] = is_cut = self._inbox.is_cut(block)
-            due = block.resets if is_cut else self._resets[block.actor]
-            if due is not None:
-                own = offer.mask_of(place)
-                envs, took = np.flatnonzero(due), own.any(0)
-                own[own[:, envs].argmax(0), envs] = False
-                due = due & ~took if (due & ~took).any() else None
-            self._resets[block.actor] = due
-        return ends.reshape(-1) if self._setup.autoreset and ends.any() else None
+        for block in offer.blocks:
+            ends[block.actor] = self._inbox.is_cut(block)
+        self._gap[:-1] |= ends.reshape(-1)
+        step, _, priority = offer.steps
+        offer.steps = step, offer.follow(self._gap), priority
+        return ends.reshape(-1)
 
     def _note(self, blocks: Sequence[Block]) -> None:
         """Note that blocks were added, before another call sees their rows."""
         now, offer = time.monotonic(), self._joined
         assert offer is not None
         self._inbox.note(blocks)
-        for place, block in enumerate(blocks):
-            stale, num = self.version - block.version, int(offer.mask_of(place).sum())
+        (length, num_envs), mask = blocks[0].shape, offer.steps[1]
+        steps = np.full(len(offer.envs), length) if mask is None else mask.sum(0)
+        nums = steps.reshape(-1, num_envs).sum(1).tolist()
+        for block, num in zip(blocks, nums, strict=False):  # the others are padding
+            stale = self.version - block.version
             self._recent.append((now, num, block.seconds, block.waited, stale))
             self._figures["steps"] += num
             self._figures["staleness"] = max(self._figures["staleness"], stale)
@@ -441,30 +436,22 @@ class Actors:
     def _ask(self) -> None:
         """Ask for blocks, the actors in turn, up to `IN_FLIGHT` of each that are not added yet."""
         lines = self._inbox.lines
-        order = [*range(self._turn, len(lines)), *range(self._turn)]
-        order = [index for index in order if lines[index].is_alive]
         under_way = sum(line.under_way for line in lines)
         most = self._most_blocks(under_way == 0)
         self._lead = 0  # meanwhile, so that `look` misses no sample
         self._lead = self._host.lead(self._block_of_all)
-        for limit in range(1, self._lead + 1):
-            for index in order:
-                if under_way >= most:
-                    return
-                line = lines[index]
-                if line.under_way < limit:
-                    if line.asked == line.heard:
-                        self._since[index] = time.monotonic()
-                    number, added = self._inbox.ask(index)
-                    if self._max_staleness is not None:
-                        self._asked.append((index, line.incarnation, number, self._base))
-                    params = self._params
-                    if params is not None and params[0] == self._told[index]:
-                        params = None
-                    self._engine.ask(index, number, added, params)
-                    if params is not None:
-                        self._told[index] = params[0]
-                    self._turn, under_way = index + 1, under_way + 1
+        order = in_turn(lines, self._turn)
+        for limit, line in itertools.product(range(1, self._lead + 1), order):
+            if line.is_alive and line.under_way < limit and under_way < most:
+                if line.asked == line.heard:
+                    line.since = time.monotonic()
+                params, line.bases = self._params, (*line.bases, self._base)[-IN_FLIGHT:]
+                is_new = params[0] > line.told
+                self._engine.ask(
+                    line.index, *self._inbox.ask(line.index), params if is_new else None
+                )
+                line.told = params[0]
+                self._turn, under_way = line.index + 1, under_way + 1
 
     def _most_blocks(self, is_idle: bool) -> float:
         """Return how many blocks may be under way.
@@ -476,19 +463,20 @@ class Actors:
         """
         if self._max_staleness is None:
             return math.inf
-        asked, lines = self._asked, self._inbox.lines
-        while asked:
-            index, incarnation, number, _ = asked[0]
-            line = lines[index]
-            if line.is_alive and line.incarnation == incarnation and number >= line.added:
-                break
-            asked.popleft()
         block, taken = self._block, [*self._taken]
         mean = (taken[-1] - taken[0]) / (len(taken) - 1) if len(taken) > 1 else self._default
         _, missing, may_fill = self._host.progress()
-        left = self._figures["steps"] - (asked[0][3] if asked else self._base)
+        lines = [line for line in self._inbox.lines if line.under_way]
+        oldest = min((line.bases[-line.under_way] for line in lines), default=self._base)
+        left = self._figures["steps"] - oldest
         most = (mean * (self._max_staleness + 1) - (0 if may_fill else left)) // block
         return max(most, may_fill, math.ceil(missing / block)) if is_idle else most
+
+
+def pause_before(restart: int) -> float:
+    """Return the pause in seconds before a restart, from 1: they grow, so that an actor outlasts
+    what is away for a while."""
+    return min(_FIRST * (2.0 ** min(restart - 1, 16) - 1.0), _LONGEST)
 
 
 def _pickled(where: str, params: Any) -> bytes:

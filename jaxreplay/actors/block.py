@@ -5,7 +5,9 @@ actor that is started again has a new incarnation, whose blocks are numbered fro
 """
 
 import collections
+import contextlib
 import dataclasses
+import queue
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,9 +29,10 @@ class Block:
       actor: Index of the actor.
       place: Incarnation of the actor, and number of the block in it.
       steps: Step or item, mask and priority, leaves [T, e, ...]; None for what was not given.
+      members: Names of other members that get the steps, too.
       version: Version of the parameters at its first step.
       resets: bool[e], True for the envs whose first step here is one that resets, since their step
-        before has ended an episode; or None.
+        before has ended an episode. Default: False, for none.
       seconds: Seconds from the actor's last block to this one.
       waited: Seconds of these that the actor was held back.
       logged: Sums and counts of the numbers that the actor has logged, by version and name.
@@ -38,8 +41,9 @@ class Block:
     actor: int
     place: Place
     steps: Any
+    members: tuple[str, ...] = ()
     version: int = 0
-    resets: Any = None
+    resets: Any = False
     seconds: float = 0.0
     waited: float = 0.0
     logged: Mapping[tuple[int, str], tuple[float, int]] = dataclasses.field(default_factory=dict)
@@ -73,22 +77,37 @@ class News:
 
 
 @dataclasses.dataclass
-class _Line:
+class Line:
     """An actor, as the learner knows it. The numbers are of blocks of this incarnation.
 
     Attributes:
-      incarnation: The newest one.
+      index: Index of the actor.
+      incarnation: The newest one, which has begun or will after a pause.
       is_alive: Whether it may be asked.
+      is_done: Whether `act` has returned.
       asked: Blocks with smaller numbers were asked for.
       heard: Those were answered, or an interrupt of the actor has lost them.
       waiting: Blocks that wait to be added, also of earlier incarnations.
+      told: Newest version of the parameters that it was told, or -1.
+      bases: Steps that the learner had taken, by its newest version, at each of the last requests.
+      began: When it did, and `since`: when it answered last, or was asked after that.
+      due: When to begin it again, or None.
+      restarts: Number of times that it was started again, in a row.
     """
 
+    index: int
     incarnation: int = -1
     is_alive: bool = False
+    is_done: bool = False
     asked: int = 0
     heard: int = 0
     waiting: collections.deque[Block] = dataclasses.field(default_factory=collections.deque)
+    told: int = -1
+    bases: tuple[float, ...] = ()
+    began: float = 0.0
+    since: float = 0.0
+    due: float | None = None
+    restarts: int = 0
 
     @property
     def added(self) -> int:
@@ -118,7 +137,7 @@ class Inbox:
 
     def __init__(self, num_actors: int):
         self.added: list[Place] = [(-1, 0)] * num_actors
-        self.lines = [_Line() for _ in self.added]
+        self.lines = [*map(Line, range(num_actors))]
         self.num_dropped = 0  # lost, or the rows that were loaded have them
         self._turn = 0
 
@@ -172,9 +191,8 @@ class Inbox:
     def next_blocks(self) -> list[Block]:
         """Return blocks that can be added by one call: one of an actor, of one form. The actors
         take turns."""
-        num = len(self.added)
-        order = [*range(self._turn, num), *range(self._turn)]
-        found = [block for actor in order if (block := self.next_of(actor)) is not None]
+        order = map(self.next_of, in_turn(range(len(self.added)), self._turn))
+        found = [block for block in order if block is not None]
         return [block for block in found if _form(block) == _form(found[0])]
 
     def note(self, blocks: Sequence[Block]) -> None:
@@ -185,10 +203,20 @@ class Inbox:
             self.added[block.actor] = incarnation, number + 1
             self._turn = block.actor + 1
 
-    @property
-    def num_waiting(self) -> int:
-        """Number of blocks that wait."""
-        return sum(len(line.waiting) for line in self.lines)
+
+def in_turn(these: Sequence[Any], turn: int) -> list[Any]:
+    """Return all, the one whose turn it is first."""
+    return [*these[turn:], *these[:turn]]
+
+
+def arrived(bell: Any, seconds: float) -> list[Any]:
+    """Return what is in a `queue.SimpleQueue`; wait for some as long."""
+    found = []
+    with contextlib.suppress(queue.Empty):
+        found.append(bell.get(timeout=seconds))
+        while True:
+            found.append(bell.get(False))
+    return found
 
 
 def places_of(saved: Any) -> dict[str, dict[str, Any]]:
@@ -209,12 +237,12 @@ def places_of(saved: Any) -> dict[str, dict[str, Any]]:
 
 def _form(block: Block) -> Any:
     leaves, structure = jax.tree.flatten(block.steps)
-    return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
+    return structure, block.members, [(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
-def joined(blocks: Sequence[Block], num_envs: int) -> tuple[PyTree, np.ndarray]:
-    """Return blocks of one form as one: new arrays [T, E, ...], and the numbers of its envs. It is
-    padded to a power of two of blocks, so that few programs are compiled.
+def joined(blocks: Sequence[Block], num_envs: int) -> tuple[PyTree, np.ndarray, np.ndarray]:
+    """Return blocks of one form as one: new arrays [T, E, ...], the numbers of its envs, and which
+    of them reset. It is padded to a power of two of blocks, so that few programs are compiled.
 
     Args:
       blocks: Blocks of different actors, with e envs each.
@@ -229,7 +257,8 @@ def joined(blocks: Sequence[Block], num_envs: int) -> tuple[PyTree, np.ndarray]:
             array[:, place * num : (place + 1) * num] = leaf
         return array
 
-    envs = np.full(total, num_envs, np.int32)
+    envs, resets = np.full(total, num_envs, np.int32), np.zeros(total, bool)
     for place, block in enumerate(blocks):
-        envs[place * num : (place + 1) * num] = np.arange(num) + block.actor * num
-    return jax.tree.map(join, *(block.steps for block in blocks)), envs
+        own = slice(place * num, (place + 1) * num)
+        envs[own], resets[own] = np.arange(num) + block.actor * num, block.resets
+    return jax.tree.map(join, *(block.steps for block in blocks)), envs, resets

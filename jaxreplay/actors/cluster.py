@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxreplay.actors.actor import Setup, heard, run
-from jaxreplay.actors.block import IN_FLIGHT, Block, News
+from jaxreplay.actors.block import IN_FLIGHT, Block, News, arrived
 from jaxreplay.actors.outbox import Ask, Outbox
 
 _NAMESPACE = "jaxreplay"
@@ -158,15 +158,8 @@ class Cluster:
     def answers(self, seconds: float) -> list[Block | News]:
         """Return what has arrived, of each actor in the order of the requests; wait for some as
         long."""
-        rung = set()
-        try:
-            rung.add(self._bell.get(timeout=seconds) if seconds else self._bell.get(False))
-            while True:
-                rung.add(self._bell.get(False))
-        except queue.Empty:
-            rung.discard(None)
         found = []
-        for index in rung:
+        for index in {*arrived(self._bell, seconds)}:
             handle = self._of.get(index)
             while handle and handle.pending and handle.pending[0].done():
                 found.append(self._heard(index, handle, handle.pending.popleft()))

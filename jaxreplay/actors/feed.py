@@ -114,10 +114,10 @@ class Feed:
             if (error := self._actors.failure) is not None:
                 raise RuntimeError(f"the actors have stopped: {error}") from error
             if self._offer is not None:
-                given, its_mask, priority = self._offer.steps
-                if priority is not None:
+                if self._offer.steps[2] is not None:
                     raise ValueError("take: actors of a Feed add steps without priority=")
-                found = self._offer.cut()
+                ends = self._offer.cut()
+                given, its_mask, _ = self._offer.steps
                 is_there = self._offer.envs < num_envs
                 length, envs = len(its_mask), self._offer.envs[is_there]
 
@@ -125,7 +125,6 @@ class Feed:
                     into[:length, envs] = leaf[:, is_there]
 
                 jax.tree.map(put, (steps, mask), (given, its_mask))
-                ends = ends if found is None else found
                 self._offer.note()
                 self._offer = None
                 self._changed.notify_all()

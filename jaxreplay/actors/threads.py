@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxreplay.actors.actor import Actor, Setup, heard, run
-from jaxreplay.actors.block import Block, News
+from jaxreplay.actors.block import Block, News, arrived
 from jaxreplay.actors.outbox import Ask, Outbox
 
 
@@ -52,19 +52,8 @@ class Threads:
 
     def answers(self, seconds: float) -> list[Block | News]:
         """Return what has arrived; wait for some as long."""
-        found = []
-        try:
-            found.append(
-                self._answers.get(timeout=seconds) if seconds else self._answers.get(False)
-            )
-            while True:
-                found.append(self._answers.get(False))
-        except queue.Empty:
-            return [
-                heard(self._setup, *of)
-                for outbox, *of in filter(None, found)
-                if not outbox.is_stopped
-            ]
+        found = filter(None, arrived(self._answers, seconds))
+        return [heard(self._setup, *of) for outbox, *of in found if not outbox.is_stopped]
 
     def share(self, data: bytes) -> bytes:
         """Return what a request has of parameters."""

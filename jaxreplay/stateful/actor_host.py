@@ -4,6 +4,7 @@ import warnings
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxreplay.actors.actors import Offer
 from jaxreplay.actors.block import IN_FLIGHT
@@ -16,25 +17,37 @@ class ActorHost:
     Args:
       replay: The replay.
       owner: The owner of the rows.
+
+    Attributes:
+      others: Owners of the members that may get steps, too, by name. And bool[E + 1], for each env
+        and for padding, whether a step there would not follow its last one.
     """
 
     def __init__(self, replay: Any, owner: StateOwner):
         self._replay, self._owner, self.lock = replay, owner, replay._monitor
+        of = lambda one: (one.num_envs, one.autoreset, one.num_agents, one.layout().lockstep)
+        self.others = {
+            name: (one, np.ones(one.buffer.num_envs + 1, bool))
+            for name, one in replay._owners.items()
+            if one is not owner and of(one.buffer) == of(owner.buffer)
+        }
 
     def insert(self, offer: Offer, timeout: float) -> bool:
         replay, owner = self._replay, self._owner
         with self.lock:
-            if replay._is_closed or owner.is_lost:
+            is_lost = owner.is_lost or any(one.is_lost for one, _ in self.others.values())
+            if replay._is_closed or is_lost:
                 return False
-            if not owner.has_example:
-                spec = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype)
-                owner.init(jax.tree.map(spec, offer.steps[0]))
-            ends = offer.cut()  # first: it masks steps, of which the next call may make a copy
-            step, mask, priority = offer.steps
-            num_steps, calls = owner.calls_of(step, None, offer.envs, mask, priority)
-            if ends is not None:
-                calls = [(owner.method("end_streams"), ends), *calls]
-            problem = replay._add(owner, num_steps, calls)
+            ends = offer.cut()  # first: it masks steps
+            problem = replay._add(owner, *_calls_of(owner, offer.steps, offer.envs, ends))
+            for name, (other, gap) in self.others.items():
+                gap[:-1] |= ends
+                if name in offer.blocks[0].members:
+                    cut = gap & np.isin(np.arange(len(gap)), offer.envs)
+                    steps = offer.steps[0], offer.follow(gap), None
+                    replay._add(other, 0, _calls_of(other, steps, offer.envs, cut[:-1])[1])
+                else:
+                    gap[offer.envs] = True
             offer.note()
             if problem is not None:
                 warnings.warn(f"actor.add: {problem}", stacklevel=2)
@@ -66,3 +79,15 @@ class ActorHost:
                 rows = max(buffer.min_size, buffer.batch_size) - self._owner.size()
                 missing = max(rows if is_short else -ahead, 1.0)
         return ahead, missing, limiter is None and is_hungry
+
+
+def _calls_of(owner: StateOwner, steps: Any, envs: np.ndarray, ends: Any) -> tuple[int, list[Any]]:
+    """Return a number of steps, and the calls that add them, after episodes have ended."""
+    step, mask, priority = steps
+    if not owner.has_example:
+        spec = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype)
+        owner.init(jax.tree.map(spec, step))
+    num_steps, calls = owner.calls_of(step, None, envs, mask, priority)
+    if ends.any() and owner.buffer.autoreset is not None:
+        calls = [(owner.method("end_streams"), ends), *calls]
+    return num_steps, calls

@@ -356,8 +356,8 @@ class Replay:
           seed: Seed from which each actor's is made. Default: 0.
           on: Where they run: `actors.local()`, `actors.ray()` or `actors.threads()`. Default:
             `actors.local()`.
-          member: Name of the mixture's member that gets the steps. Default: None, without a
-            mixture.
+          member: Name of the mixture's member that gets the steps; others get some, too, by
+            `actor.add(members=...)`. Default: None, without a mixture.
 
         Returns:
           The `actors.Actors`: `publish`, `metrics` and `stop`.
@@ -379,14 +379,16 @@ class Replay:
                     "start: the actors before are not stopped; call their stop() first"
                 )
             saved = self._saved_actors.get(member or "") if before is None else before.state
+            host = ActorHost(self, owner)
+            example, others = owner.example, tuple(host.others)
             setup = Setup.of(
-                owner.buffer, owner.example, num_actors, block_length, seed, version_key
+                owner.buffer, example, num_actors, block_length, seed, version_key, others
             )
             ratio = 1.0 if self._limiter is None else self._limiter.ratio
             self._actors[member] = Actors(
                 act,
                 setup,
-                ActorHost(self, owner),
+                host,
                 self.buffer.batch_size / ratio,
                 saved,
                 params,

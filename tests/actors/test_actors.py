@@ -22,7 +22,7 @@ import pytest
 import jaxreplay as jr
 from jaxreplay.actors.actor import Setup, heard
 from jaxreplay.actors.actors import Offer
-from jaxreplay.actors.block import Block, News
+from jaxreplay.actors.block import Block, News, joined
 from jaxreplay.actors.outbox import Ask, Outbox
 from jaxreplay.actors.threads import Threads
 from jaxreplay.stateful.actor_host import ActorHost
@@ -135,6 +135,47 @@ def test_an_iteration_ends_when_the_actors_are_done(on):
         for batch in replay:
             acting.check_transitions(batch)
         assert acting.check_rows(replay, 4) == (168, 8)
+
+
+def with_demos(length):
+    of = {"num_envs": 3, "batch_size": 64, "autoreset": "next_step", "allow_mask": True}
+    demos, online = jr.uniform(capacity=3 * length, **of), jr.uniform(capacity=6144, **of)
+    return jr.Replay(jr.mix(demos=(demos, 64), online=(online, 64)), framework="numpy")
+
+
+@pytest.mark.parametrize("length", [16, 256])
+def test_a_member_gets_the_steps_of_a_human_too(on, length):
+    """Each once and in order, also in a ring that wraps; no window there goes over a step that it
+    did not get. The last transition before that is given up."""
+    with with_demos(length) as replay:
+        actors = replay.start(acting.assisted, 3, on=on, member="online", block_length=8)
+        until(lambda: actors.is_done)
+        online = types.SimpleNamespace(state=replay.state["online"])
+        assert acting.check_rows(online, 3) == (600, 3)
+        taken = [(e, t) for e in range(3) for t in range(200) if acting.helped(e, t)]
+        resets = {(e, t) for e, t in taken if t and acting.ends(e, t - 1)}
+        # a step that only resets is none if the one before is missing
+        its = [one for one in taken if one not in resets or (one[0], one[1] - 1) in taken]
+        its = [of for e in range(3) for of in [one for one in its if one[0] == e][-length:]]
+        rows, counters = replay.state["demos"].rows, replay.state["demos"].counters
+        is_filled = np.arange(length) < np.asarray(counters.filled)[:, None]
+        obs = np.asarray(rows.steps.obs).reshape(3, length, 3)[is_filled]
+        assert sorted((int(e), int(t)) for e, _, t in obs) == its
+        found = set()
+        for _ in range(60):
+            batch = replay.sample()
+            acting.check_transitions(batch)
+            found |= {(int(e), int(t)) for e, _, t in batch.experience.obs[batch.source == 0]}
+    assert found == {(e, t) for e, t in its if (e, t + 1) in taken or acting.ends(e, t)} - resets
+
+
+def test_no_window_of_a_member_goes_over_a_lost_block(on):
+    with with_demos(1024) as replay:
+        actors = replay.start(acting.careless, 3, on=on, member="online", block_length=8)
+        until(lambda: actors.is_done)
+        assert actors.metrics()["lost"] == 9
+        for _ in range(40):
+            acting.check_transitions(replay.sample())
 
 
 def test_what_actors_log_is_counted(on):
@@ -282,7 +323,6 @@ def test_an_actor_that_hangs_does_not_hold_up_the_others(monkeypatch, max_stalen
             actors.publish(0)
     actors.stop()
     assert len(sent) >= 200
-    assert len(actors._asked) < 100
     assert engine.num_ended == actors.metrics()["hung"] == 1
 
 
@@ -361,10 +401,11 @@ def test_the_others_are_taken_too(on):
         until(lambda: actors.is_done)
         times = [[t for t in range(24) if t % 4 != env or t // 6 % 2] for env in range(2)]
         rows = np.r_[: len(times[0]), 32 : 32 + len(times[1])]
-        found = replay.get(rows, member="online").experience
-        assert found["time"].tolist() == [*times[0], *times[1]]
-        assert not found["version"].any()
-        assert replay.metrics()["online/max_priority"] == 2
+        for member, priority in (("online", 2), ("offline", 1)):
+            found = replay.get(rows, member=member).experience
+            assert found["time"].tolist() == [*times[0], *times[1]]
+            assert not found["version"].any()
+            assert replay.metrics()[f"{member}/max_priority"] == priority
         assert actors.metrics()["steps"] == len(rows)
     flags = {name: np.zeros(2, bool) for name in ("terminated", "truncated")}
     feed = jr.actors.Feed(make(num_agents=2).buffer, acting.EXAMPLE | flags, block_length=8)
@@ -422,8 +463,8 @@ def test_an_env_resets_once_all_of_its_agents_have_ended():
     for number in range(8):
         flags = acting.ends_of_team(np.arange(2), number)
         actor.add(acting.step_of(actor, number, terminated=flags, truncated=flags & False))
-    resets = [None if one is None else one.tolist() for *_, one in link.blocks]
-    assert resets == [None, None, None, [False, True]]
+    resets = [one.tolist() for *_, one in link.blocks]
+    assert resets == [[False, False]] * 3 + [[False, True]]
 
 
 @pytest.mark.no_xla
@@ -551,6 +592,9 @@ def test_wrong_arguments_and_steps_are_refused():
         replay.start(acting.bad_extras, 1, on=Threads, max_restarts=0, version_key="version")
         with refused("version_key='version' needs extras that are a dict", RuntimeError):
             replay.sample()
+    actor, _ = actor_of(Setup(1, 1, 2, 0, "next_step", None, True, None, None, ("demos",)))
+    with refused("but these may get the steps: .'demos',"):
+        actor.add(acting.step_of(actor, 0), members="demo")
     with make(allow_mask=False) as replay, refused("make the buffer with allow_mask=True"):
         replay.start(acting.few, 2)
 
@@ -626,13 +670,12 @@ class Engine:
 EXAMPLE = jr.Step(**acting.EXAMPLE)
 
 
-def block(number, mask, resets=None):
+def block(number, mask, resets=False):
     """Return a block of two steps whose obs is ten times its number, and one more."""
     mask = np.array(mask, bool)
     steps = jax.tree.map(lambda leaf: np.zeros((*mask.shape, *leaf.shape), leaf.dtype), EXAMPLE)
     steps.obs[:] = 10 * number + np.arange(2)[:, None, None]
-    of = (steps, mask, None), None if resets is None else np.array(resets)
-    return Block(0, (0, number), of[0], 0, of[1])
+    return Block(0, (0, number), (steps, mask, None), resets=np.array(resets))
 
 
 @pytest.mark.no_xla
@@ -725,7 +768,7 @@ def test_masked_steps_are_no_lead_over_samples():
     with make(1, limit=1.0, batch_size=4) as replay:
         replay._limiter.num_inserts = 5
         one, notes = block(0, [[1], [0]]), []
-        offer = Offer([one], one.steps, np.arange(1), lambda: None, lambda: notes.append(0))
-        assert offer.num_steps == 1
+        of, ends = joined([one], 1), np.zeros(1, bool)
+        offer = Offer([one], *of, lambda: ends, lambda: notes.append(0))
         assert ActorHost(replay, replay._owner).insert(offer, 0.0)
         assert (replay._limiter.num_inserts, notes) == (6, [0])

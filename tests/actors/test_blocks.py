@@ -45,7 +45,7 @@ def test_blocks_of_an_incarnation_that_has_ended_are_added_before_the_next():
     assert inbox.lines[0].under_way == 0
     inbox.begin(0, 5)
     inbox.receive(block(0, 5, 0))
-    assert inbox.num_waiting == 2
+    assert len(inbox.lines[0].waiting) == 2
     assert add(inbox) == [(0, (4, 0), True), (0, (5, 0), True)]
     assert inbox.lines[0].added == 1
 
@@ -95,8 +95,10 @@ def test_blocks_of_other_dtypes_or_shapes_are_not_joined():
 
 def test_blocks_are_joined_with_padding():
     blocks = [block(actor, 0, actor) for actor in (4, 0, 2)]
-    (values, mask, priority), envs = joined(blocks, num_envs=15)
+    blocks[1].resets = np.array([True, False, True])
+    (values, mask, priority), envs, resets = joined(blocks, num_envs=15)
     assert mask is priority is None
+    assert np.flatnonzero(resets).tolist() == [3, 5]
     assert envs.tolist() == [12, 13, 14, 0, 1, 2, 6, 7, 8, 15, 15, 15]
     assert values.tolist() == 2 * [[4] * 3 + [0] * 3 + [2] * 3 + [0] * 3]
 

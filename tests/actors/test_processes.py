@@ -1,5 +1,6 @@
 """Memory of actors on one machine, and how their processes end; no process is started here."""
 
+import collections
 import multiprocessing
 import os
 import queue
@@ -12,7 +13,8 @@ import pytest
 
 from jaxreplay.actors import processes
 from jaxreplay.actors.actor import Setup
-from jaxreplay.actors.restarts import Restarts
+from jaxreplay.actors.actors import Actors, pause_before
+from jaxreplay.actors.block import Line
 from tests.support import acting
 
 pytestmark = pytest.mark.no_xla
@@ -105,9 +107,15 @@ def test_it_is_told_why_an_actor_was_lost(engine, learner, code, why, has_begun)
 
 
 def test_restarts_pause_longer_and_longer_and_a_long_run_begins_anew():
-    restarts = Restarts(4)
-    assert [restarts.pause_after(1.0) for _ in range(5)] == [0.0, 0.25, 0.5, 1.0, None]
-    assert [restarts.pause_after(seconds) for seconds in (600.0, 599.0)] == [0.0, 0.25]
-    assert Restarts(0).pause_after(1e6) is None
-    many = Restarts(100)
-    assert [many.pause_after(1.0) for _ in range(100)][-1] == 60.0
+    def pause_after(seconds):
+        line.since = line.began + seconds
+        Actors._lose(actors, line, "it was killed")
+        return line.due - line.since
+
+    line, actors = Line(0), types.SimpleNamespace(_figures=collections.Counter(), _most_restarts=4)
+    assert [pause_after(1.0) for _ in range(4)] == [0.0, 0.25, 0.75, 1.75]
+    with pytest.raises(RuntimeError, match="actor 0 failed: it was killed"):
+        pause_after(1.0)
+    assert [pause_after(seconds) for seconds in (600.0, 599.0)] == [0.0, 0.25]
+    assert (line.incarnation, actors._figures) == (5, {"lost": 7, "restarts": 6})
+    assert pause_before(9) == pause_before(10**6) == 60.0

@@ -81,6 +81,26 @@ def few(actor):
         actor.add(step_of(actor, time))
 
 
+def helped(env, time):
+    """Return whether a human takes a step for an env."""
+    return (time + 3 * env) // 5 % 3 == 0
+
+
+def assisted(actor):
+    """As `few`, but longer, with one env; another member gets the steps of a human, too."""
+    for time in range(200):
+        is_human = helped(actor.envs[0], time)
+        actor.add(step_of(actor, time), members="demos" if is_human else ())
+
+
+def careless(actor):
+    """As `assisted`, but raise an error after any number of steps, three times."""
+    for time in range(200):
+        if actor.incarnation < 3 and time == actor.seed % 150:
+            raise KeyError("a step that failed")
+        actor.add(step_of(actor, time), members=["demos"] * int(helped(actor.envs[0], time)))
+
+
 def logging(actor):
     """As `few`, with masked steps, and two numbers that are logged for each step."""
     for time in range(21):
@@ -184,7 +204,7 @@ def items(actor):
         actor.params()
         took = envs != time % 4 if time // 6 % 2 == 0 else None
         item = {"who": envs, "time": np.full(actor.num_envs, time)}
-        actor.add(item, mask=took, priority=1.0 + envs)
+        actor.add(item, mask=took, priority=1.0 + envs, members=("offline",))
 
 
 def resetting(actor):
