@@ -384,8 +384,8 @@ MUTATIONS = (
     (
         "a block begins with the mask of an earlier one",
         "actors/actor.py",
-        "if self._mask is not None:\n                self._mask[:] = True",
-        "if self._mask is not None and self._number < 4:\n                self._mask[:] = True",
+        "            self._mask[:] = True",
+        "            self._mask[:] |= self._number < 4",
         "actors/test_actors.py",
     ),
     (

@@ -300,17 +300,15 @@ class Actor:
             self._members = members
         if self._length == 0:
             self._wait()  # again, should an interrupt have ended the wait before
-            its_mask = jax.ShapeDtypeStruct((), bool) if self._setup.allow_mask else None
             priorities = None if priority is None else jax.ShapeDtypeStruct((), np.float32)
-            specs = self._format.specs, its_mask, priorities
+            specs = self._format.specs, jax.ShapeDtypeStruct((), bool), priorities
             if self._told is None or self._told[0] != specs:
                 self._told = specs, pickle.dumps(specs)
             size = layout(specs, self._setup)[1]
             self._memory = self._memory_for(size, self._number)
             self._steps, self._mask, self._priority = views(self._memory, specs, self._setup)
             self._arrays = jax.tree.leaves(self._steps)
-            if self._mask is not None:
-                self._mask[:] = True
+            self._mask[:] = True
             self._first_version = self.version
         elif (priority is None) != (self._priority is None):
             raise ValueError("add: give the priority of all steps of a block, or of none")
@@ -355,7 +353,7 @@ class Actor:
             ends = ends.all(-1)
         if reward.ndim > 2:
             reward = reward.sum(-1)
-        took = np.ones_like(ends) if self._mask is None else self._mask[:length]
+        took = self._mask[:length]
 
         # which steps only reset: those whose env's last step, of the block or before, has ended
         ended = np.concatenate([ended[None], ends & (autoreset == "next_step")])

@@ -86,18 +86,14 @@ class Offer:
     cut: Callable[[], np.ndarray]
     note: Callable[[], None]
 
-    def follow(self, gap: np.ndarray) -> Any:
+    def follow(self, gap: np.ndarray) -> np.ndarray:
         """Return the mask without the steps that only reset an env after a step that is missing.
 
         Args:
           gap: bool[E + 1], for all envs of the buffer and for padding, True if the step before is
             missing; updated.
         """
-        mask = self.steps[1]
-        if mask is None:
-            gap[self.envs] = False
-            return None
-        due, mask = np.flatnonzero(gap[self.envs] & self.resets), mask.copy()
+        due, mask = np.flatnonzero(gap[self.envs] & self.resets), self.steps[1].copy()
         gap[self.envs] &= ~mask.any(0)
         mask[mask[:, due].argmax(0), due] = False
         return mask
@@ -410,9 +406,7 @@ class Actors:
         now, offer = time.monotonic(), self._joined
         assert offer is not None
         self._inbox.note(blocks)
-        (length, num_envs), mask = blocks[0].shape, offer.steps[1]
-        steps = np.full(len(offer.envs), length) if mask is None else mask.sum(0)
-        nums = steps.reshape(-1, num_envs).sum(1).tolist()
+        nums = offer.steps[1].sum(0).reshape(-1, self._setup.num_envs).sum(1).tolist()
         for block, num in zip(blocks, nums, strict=False):  # the others are padding
             stale = self.version - block.version
             self._recent.append((now, num, block.seconds, block.waited, stale))

@@ -28,7 +28,8 @@ class Block:
     Attributes:
       actor: Index of the actor.
       place: Incarnation of the actor, and number of the block in it.
-      steps: Step or item, mask and priority, leaves [T, e, ...]; None for what was not given.
+      steps: Step or item, mask and priority, leaves [T, e, ...]; None for priorities that were not
+        given.
       members: Names of other members that get the steps, too.
       version: Version of the parameters at its first step.
       resets: bool[e], True for the envs whose first step here is one that resets, since their step
