@@ -291,11 +291,11 @@ class Actor:
     def _put(self, leaves: list[Any], mask: Any, priority: Any, members: Sequence[str]) -> None:
         """Copy a step to the block that is filled."""
         members = (members,) if isinstance(members, str) else tuple(members)
-        if not {*members} <= {*self._setup.others}:
-            raise ValueError(
-                f"add: members={members}, but these may get the steps: {self._setup.others}"
-            )
         if self._length == self._setup.block_length or members != self._members:
+            if not {*members} <= {*self._setup.others}:
+                raise ValueError(
+                    f"add: members={members}, but these may get the steps: {self._setup.others}"
+                )
             self._send()  # if it is full, an interrupt came before
             self._members = members
         if self._length == 0:
@@ -304,9 +304,10 @@ class Actor:
             specs = self._format.specs, jax.ShapeDtypeStruct((), bool), priorities
             if self._told is None or self._told[0] != specs:
                 self._told = specs, pickle.dumps(specs)
-            size = layout(specs, self._setup)[1]
+            *_, size = layout(self._told[1], self._setup.block_length, self.num_envs)
             self._memory = self._memory_for(size, self._number)
-            self._steps, self._mask, self._priority = views(self._memory, specs, self._setup)
+            found = views(self._memory, self._told[1], self._setup)
+            self._steps, self._mask, self._priority = found
             self._arrays = jax.tree.leaves(self._steps)
             self._mask[:] = True
             self._first_version = self.version
@@ -357,18 +358,22 @@ class Actor:
 
         # which steps only reset: those whose env's last step, of the block or before, has ended
         ended = np.concatenate([ended[None], ends & (autoreset == "next_step")])
-        last = np.maximum.accumulate(np.where(took, np.arange(1, length + 1)[:, None], 0))
-        ended[1:] = np.take_along_axis(ended, last, 0)
+        if not took.all():
+            last = np.maximum.accumulate(np.where(took, np.arange(1, length + 1)[:, None], 0))
+            ended[1:] = ended[last, np.arange(self.num_envs)]
         counts = took & ~ended[:-1]
 
         # returns and lengths of the episodes that end
-        sums = np.array([np.where(counts, reward, 0.0), counts], float).cumsum(1)
-        sums, rest = sums + self._sums[:, None], np.zeros_like(self._sums)
+        numbers = np.where(counts, reward, 0.0), counts
+        sums, first = self._sums.copy(), np.zeros(self.num_envs, int)
         for at, env in np.argwhere(counts & ends):
-            found = sums[:, at, env] - rest[:, env]
-            rest[:, env] = sums[:, at, env]
+            found = sums[:, env] + [
+                one[first[env] : at + 1, env].sum(None, float) for one in numbers
+            ]
             self._count(logged, zip(("episode_return", "episode_length"), found, strict=True))
-        return ended[-1], sums[:, -1] - rest
+            sums[:, env], first[env] = 0.0, at + 1
+        is_rest = np.arange(length)[:, None] >= first
+        return ended[-1], sums + [np.where(is_rest, one, 0).sum(0, float) for one in numbers]
 
     def _wait(self) -> None:
         """Wait until the next block may be begun."""
@@ -403,30 +408,31 @@ def run(
             outbox.end(traceback.format_exc())
 
 
-def layout(specs: Any, setup: Setup) -> tuple[list[Any], int]:
-    """Return shape, dtype and offset of each leaf of a block, and its size in bytes."""
+@functools.lru_cache
+def layout(told: bytes, length: int, num_envs: int) -> tuple[Any, list[Any], int]:
+    """Return the structure of a block with such leaves, shape, dtype and offset of each, and its
+    size in bytes."""
+    leaves, structure = jax.tree.flatten(pickle.loads(told))
     places, end = [], 0
-    for spec in jax.tree.leaves(specs):
-        shape, dtype = (setup.block_length, setup.num_envs, *spec.shape), np.dtype(spec.dtype)
+    for spec in leaves:
+        shape, dtype = (length, num_envs, *spec.shape), np.dtype(spec.dtype)
         places.append((shape, dtype, end))
         end += -(-math.prod(shape) * dtype.itemsize // 64) * 64
-    return places, end
+    return structure, places, end
 
 
-def views(memory: Any, specs: Any, setup: Setup) -> Any:
+def views(memory: Any, told: bytes, setup: Setup) -> Any:
     """Return the arrays of a block in some memory, as a tree."""
-    arrays = [np.ndarray(shape, dtype, memory, at) for shape, dtype, at in layout(specs, setup)[0]]
-    return jax.tree.unflatten(jax.tree.structure(specs), arrays)
-
-
-_specs_of = functools.lru_cache(pickle.loads)
+    structure, places, _ = layout(told, setup.block_length, setup.num_envs)
+    arrays = [np.ndarray(shape, dtype, memory, at) for shape, dtype, at in places]
+    return jax.tree.unflatten(structure, arrays)
 
 
 def heard(setup: Setup, index: int, incarnation: int, kind: str, *of: Any) -> Block | News:
     """Return an answer of an outbox, or "ready", as the learner's thread takes it."""
     if kind == "block":
         number, (told, length, *figures), memory = of
-        steps = jax.tree.map(lambda leaf: leaf[:length], views(memory, _specs_of(told), setup))
+        steps = jax.tree.map(lambda leaf: leaf[:length], views(memory, told, setup))
         return Block(index, (incarnation, number), steps, *figures)
     if kind == "end":
         return News(index, incarnation, "lost" if of[0] else "done", of[0])

@@ -6,11 +6,11 @@ import dataclasses
 import functools
 import mmap
 import multiprocessing
-import multiprocessing.connection
 import os
 import pickle
 import queue
 import secrets
+import selectors
 import signal
 import socket
 import tempfile
@@ -178,8 +178,10 @@ class Processes:
         self._act, self._setup, self._environment = act, setup, dict(environment)
         self.run = secrets.token_hex(8)
         self._of: dict[int, tuple[Any, _Process]] = {}  # of each actor that runs, with its pipe
+        self._selector = selectors.DefaultSelector()
         self._ended: list[Any] = []
         self._bell, self._has_rung = multiprocessing.Pipe(duplex=False), False
+        self._selector.register(self._bell[0], selectors.EVENT_READ)
         self._context = multiprocessing.get_context("spawn")
 
     def begin(self, index: int, incarnation: int) -> None:
@@ -199,6 +201,7 @@ class Processes:
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
         its_end.close()
         self._of[index] = pipe, _Process(process, incarnation)
+        self._selector.register(pipe, selectors.EVENT_READ, index)
 
     def ask(self, index: int, number: int, added: int, params: Any) -> None:
         """Ask an actor for a block."""
@@ -216,14 +219,12 @@ class Processes:
         for process in [one for one in self._ended if not one.is_alive()]:
             process.close()
             self._ended.remove(process)
-        pipes = {pipe: index for index, (pipe, _) in self._of.items()}
-        ready: Any = multiprocessing.connection.wait([self._bell[0], *pipes], seconds)
-        for pipe in ready:
-            if pipe is self._bell[0]:
-                self._bell[0].recv()
+        for key, _ in self._selector.select(seconds):
+            pipe: Any = key.fileobj
+            if (index := key.data) is None:
+                pipe.recv()
                 self._has_rung = False
                 continue
-            index = pipes[pipe]
             try:
                 answer = pipe.recv()
             except (EOFError, OSError):
@@ -276,6 +277,7 @@ class Processes:
 
     def _drop(self, index: int) -> _Process:
         pipe, process = self._of.pop(index)
+        self._selector.unregister(pipe)
         pipe.close()
         self._ended.append(process.process)
         return process
@@ -306,5 +308,5 @@ class Processes:
                 self._ended[-1].kill()
                 self._ended[-1].join()
                 self._ended.pop().close()
-            for end_of_bell in self._bell:
-                end_of_bell.close()
+            for one in (self._selector, *self._bell):
+                one.close()

@@ -752,15 +752,19 @@ def test_fewer_blocks_are_asked_for_as_inserts_come_near_their_limit():
 
 @pytest.mark.no_xla
 def test_figures_of_long_blocks_are_exact():
-    """Rewards of few bits are summed in many."""
+    """Rewards of few bits are summed in many; one that is no number is of its episode alone."""
     actor, outbox = actor_of(Setup(1, 1, 4096, 0, "next_step", None, False, None, None))
     logged = []
     outbox.put = lambda number, about, memory: logged.append(about[-1])
-    for now in range(4096):
-        flags = np.full(1, now == 2999)
-        actor.add(acting.step_of(actor, now, terminated=flags, reward=np.ones(1, np.float16)))
-    found = {name: number for (_, name), number in logged[0].items()}
-    assert found == {"episode_return": (3000, 1), "episode_length": (3000, 1)}
+    for now in range(8192):
+        actor.version = now // 4000
+        flags = np.full(1, now in (2999, 4050, 7050, 8000))
+        reward = np.full(1, np.nan if now == 3500 else 1, np.float16)
+        actor.add(acting.step_of(actor, now, terminated=flags, reward=reward))
+    found = [{name: number for (_, name), number in one.items()} for one in logged]
+    assert found[1] == {"episode_return": (2999 + 949, 2), "episode_length": (2999 + 949, 2)}
+    assert found[0]["episode_length"] == (3000 + 1050, 2)
+    assert np.isnan(found[0]["episode_return"][0])
 
 
 def test_masked_steps_are_no_lead_over_samples():

@@ -4,6 +4,7 @@ import collections
 import multiprocessing
 import os
 import queue
+import selectors
 import socket
 import threading
 import types
@@ -36,6 +37,7 @@ def learner(engine):
     calls = {name: lambda *_: None for name in ("join", "kill", "close", "is_alive")}
     process = types.SimpleNamespace(**calls, exitcode=None)
     engine._of[0] = ours, processes._Process(process, 0)
+    engine._selector.register(ours, selectors.EVENT_READ, 0)
     return processes._Learner(its)
 
 
