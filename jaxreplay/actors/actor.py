@@ -152,7 +152,7 @@ class Actor:
 
     def log(self, **numbers: float) -> None:
         """Count numbers, of which `Actors.metrics` has the mean for each version of the parameters.
-        They go with the block that is filled.
+        They go with the block that is filled; after an actor's last step they are lost.
 
         Returns and lengths of episodes are counted without it, as `episode_return` (of all agents)
         and `episode_length`.

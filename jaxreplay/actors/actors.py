@@ -166,14 +166,15 @@ class Actors:
         self._timeout = checks.checked_seconds("start", block_timeout, name="block_timeout")
         num = setup.num_actors
         self._setup, self._host, self._inbox = setup, host, Inbox(num)
+        self._block = setup.block_length * setup.num_envs  # number of steps
+        self._block_of_all = self._block * num
         self._max_staleness, self._default = max_staleness, steps_per_version
         data = _pickled("start", params)
         self._engine: Engine = (on or local())(act, setup)
-        added = saved["added"] if saved else []
-        before = (saved or {}).get("incarnations") or [newest for newest, _ in added]
-        before = before if len(before) == num else [-1] * num
-        for line, one in zip(self._inbox.lines, before, strict=True):
-            line.incarnation = self._engine.known.get(line.index, one + 1)
+        before = [] if saved is None else saved["incarnations"]
+        for line in self._inbox.lines:
+            first = before[line.index] + 1 if len(before) == num else 0
+            line.incarnation = self._engine.known.get(line.index, first)
             line.began = time.monotonic()
         self.version = 0  # of the newest parameters
         self.error: BaseException | None = None
@@ -417,15 +418,6 @@ class Actors:
                 before = of.get(version, (0.0, 0))
                 of = of | {version: (before[0] + added[0], before[1] + added[1])}
                 self._logged[name] = {one: of[one] for one in sorted(of)[-_VERSIONS:]}
-
-    @property
-    def _block(self) -> int:
-        """Number of steps of a block."""
-        return self._setup.block_length * self._setup.num_envs
-
-    @property
-    def _block_of_all(self) -> int:
-        return self._block * self._setup.num_actors
 
     def _ask(self) -> None:
         """Ask for blocks, the actors in turn, up to `IN_FLIGHT` of each that are not added yet."""

@@ -227,7 +227,7 @@ def places_of(saved: Any) -> dict[str, dict[str, Any]]:
             member: {
                 "run": str(one["run"]),
                 "added": [(int(incarnation), int(number)) for incarnation, number in one["added"]],
-                "incarnations": [int(newest) for newest in one.get("incarnations", [])],
+                "incarnations": [int(newest) for newest in one["incarnations"]],
                 "version": int(one["version"]),
             }
             for member, one in saved.items()

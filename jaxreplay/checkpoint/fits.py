@@ -99,6 +99,10 @@ def _differences(got: Mapping[str, str], expected: Mapping[str, str]) -> list[st
     ]
 
 
+def _is_step(leaf: str) -> bool:
+    return leaf.partition(".")[0] == "steps"
+
+
 def check_path(where: str, generations: list[Manifest], draft: Manifest, goes_on: bool) -> None:
     """Check that a path has no checkpoints of another buffer, which a save would delete.
 
@@ -114,7 +118,13 @@ def check_path(where: str, generations: list[Manifest], draft: Manifest, goes_on
     if not generations:
         return
     newest = generations[0]
-    rows_of = lambda one: {name: own.rows for name, own in one.members.items()}
+    # an index of rows in files is saved to one path with copies, which have the steps, too
+    has_steps = lambda one: any(_is_step(leaf) for own in one.members.values() for leaf in own.rows)
+    is_whole = has_steps(newest) and has_steps(draft)
+    rows_of = lambda one: {
+        name: {leaf: own.rows[leaf] for leaf in own.rows if is_whole or not _is_step(leaf)}
+        for name, own in one.members.items()
+    }
     kind = lambda one: [(own.layout, own.length, len(own.end)) for own in one.members.values()]
     if rows_of(newest) != rows_of(draft) or not (goes_on or kind(newest) == kind(draft)):
         raise ValueError(

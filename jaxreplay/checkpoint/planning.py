@@ -124,18 +124,19 @@ def planned(
         rest |= {in_member(name, own): leaf for own, leaf in named(split.rest)}
         if split.rows:
             span = rows.span_of(split.rest["counters"], split.buffer.length)
+            leaves = {own: spec_text(leaf, 1) for own, leaf in rows.leaves_of(split.rows)}
             before = base.members.get(name) if base is not None else None
+            before = before if before is not None and before.rows == leaves else None
             own = _groups(split, before, span, folder, group_bytes, is_compressed)
             groups[name] = [
                 one._replace(number=next(numbers)) if one.sums is None else one for one in own
             ]
-            leaves = rows.leaves_of(split.rows)
             members[name] = Member(
                 layout=StoredLayout.of(split.buffer.layout()),
                 length=split.buffer.length,
                 first=span.first,
                 end=span.end,
-                rows={own: spec_text(leaf, 1) for own, leaf in leaves},
+                rows=leaves,
                 groups=Groups.of([]),
             )
     num_bytes = sum(leaf.nbytes for leaf in rest.values())

@@ -692,13 +692,25 @@ def test_a_kill_in_end_streams_leaves_a_final_row_before_a_first_one(tmp_path):
     assert is_final.tolist() == is_first.tolist()
 
 
-@pytest.mark.xfail(strict=True, reason="an index and a copy have other leaves, as other buffers do")
 def test_an_index_and_a_copy_are_saved_to_one_path(tmp_path):
+    """Also by another `Checkpointer` that goes on; each is restored as what it is."""
     tier, state = opened(tmp_path / "rows")
-    state = fed(tier, state, 0, 3)
-    saver = Checkpointer(tmp_path / "saved", tier)
-    for has_copy in (False, True, False):
+    make = lambda tier: Checkpointer(tmp_path / "saved", tier, max_to_keep=9)
+    saver = make(tier)
+    for number, has_copy in enumerate((False, True, False, True, True, False)):
+        if number == 3:
+            saver = make(tier)
+            state = saver.restore(example())
+        state = fed(tier, state, 3 * number, 3 * number + 3)
         saver.save(state, copy=has_copy)
+    other = jr.tiered(row_writer.buffer(), rows=tmp_path / "other")
+    for place, numbers in ((other, (1, 3, 4)), (tier, (5, 2, 0))):
+        for number in numbers:
+            found = make(place).restore(example(), number)
+            check_rows(place, found, 0, 3 * number + 3)
+    plain = jr.items(capacity=150, num_envs=3, batch_size=8)
+    with refused("has checkpoints of another buffer, or of steps with other leaves"):
+        Checkpointer(tmp_path / "saved", plain, overwrite=True).save(plain.init({"x": 0.0}))
 
 
 def test_a_part_of_a_damaged_copy_is_restored_and_a_sharding_is_refused(tmp_path):
