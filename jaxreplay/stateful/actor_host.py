@@ -43,6 +43,8 @@ class ActorHost:
             for name, (other, gap) in self.others.items():
                 gap[:-1] |= ends
                 if name in offer.blocks[0].members:
+                    if name in replay._actors and not replay._actors[name].is_stopped:
+                        raise ValueError(f"add: members: {name!r} has actors of its own")
                     cut = gap & np.isin(np.arange(len(gap)), offer.envs)
                     steps = offer.steps[0], offer.follow(gap), None
                     replay._add(other, 0, _calls_of(other, steps, offer.envs, cut[:-1])[1])

@@ -169,6 +169,16 @@ def test_a_member_gets_the_steps_of_a_human_too(on, length):
     assert found == {(e, t) for e, t in its if (e, t + 1) in taken or acting.ends(e, t)} - resets
 
 
+def test_a_member_with_actors_of_its_own_gets_no_steps_of_others(on):
+    """They would be of the same envs."""
+    with with_demos(256) as replay:
+        replay.start(acting.endless, 3, on=on, member="demos", block_length=8)
+        replay.start(acting.assisted, 3, on=on, member="online", block_length=8)
+        with refused("members: 'demos' has actors of its own", RuntimeError):
+            while True:
+                replay.sample(timeout=LONG)
+
+
 def test_no_window_of_a_member_goes_over_a_lost_block(on):
     with with_demos(1024) as replay:
         actors = replay.start(acting.careless, 3, on=on, member="online", block_length=8)
