@@ -22,7 +22,7 @@ import pytest
 import jaxreplay as jr
 from jaxreplay.actors.actor import Setup, heard
 from jaxreplay.actors.actors import Offer
-from jaxreplay.actors.block import Block, News, joined
+from jaxreplay.actors.block import Block, Line, News, joined
 from jaxreplay.actors.outbox import Ask, Outbox
 from jaxreplay.actors.threads import Threads
 from jaxreplay.stateful.actor_host import ActorHost
@@ -370,6 +370,28 @@ def test_versions_are_stamped_and_bound_the_staleness(on):
                 assert actors.publish(version) == version
             assert actors.metrics()["largest_staleness"] <= most
             assert actors.metrics()["version"] == 29
+
+
+@pytest.mark.no_xla
+def test_as_many_blocks_are_under_way_as_two_versions_take():
+    """Versions took 20 steps on average, 44 were added, and a block has four."""
+    line = Line(0, is_alive=True)
+    host = types.SimpleNamespace(progress=lambda: (0.0, missing, may_fill))
+    actors = types.SimpleNamespace(
+        _block=4, _base=40.0, _taken=[0, 30, 40], _default=8.0, _max_staleness=1, _host=host,
+        _inbox=types.SimpleNamespace(lines=[line]), _figures={"steps": 44},
+    )  # fmt: skip
+    missing, may_fill = 50.0, False
+    most = lambda is_idle: jr.actors.Actors._most_blocks(actors, is_idle)
+    assert (most(False), most(True)) == (9, 13)
+    line.asked, line.bases = 2, (10.0, 20.0, 30.0)
+    assert most(False) == 4
+    may_fill = True
+    assert (most(False), most(True)) == (10, 13)
+    actors._taken, missing, may_fill = [40], 0.0, False
+    assert most(False) == -2
+    actors._max_staleness = None
+    assert most(True) == np.inf
 
 
 @pytest.mark.parametrize("ratio", [0.25, 8.0])
@@ -761,9 +783,10 @@ def test_fewer_blocks_are_asked_for_as_inserts_come_near_their_limit():
 
 
 @pytest.mark.no_xla
-def test_figures_of_long_blocks_are_exact():
+@pytest.mark.parametrize(("autoreset", "others"), [("next_step", 0), ("same_step_no_final_obs", 1)])
+def test_figures_of_long_blocks_are_exact(autoreset, others):
     """Rewards of few bits are summed in many; one that is no number is of its episode alone."""
-    actor, outbox = actor_of(Setup(1, 1, 4096, 0, "next_step", None, False, None, None))
+    actor, outbox = actor_of(Setup(1, 1, 4096, 0, autoreset, None, False, None, None))
     logged = []
     outbox.put = lambda number, about, memory: logged.append(about[-1])
     for now in range(8192):
@@ -772,8 +795,9 @@ def test_figures_of_long_blocks_are_exact():
         reward = np.full(1, np.nan if now == 3500 else 1, np.float16)
         actor.add(acting.step_of(actor, now, terminated=flags, reward=reward))
     found = [{name: number for (_, name), number in one.items()} for one in logged]
-    assert found[1] == {"episode_return": (2999 + 949, 2), "episode_length": (2999 + 949, 2)}
-    assert found[0]["episode_length"] == (3000 + 1050, 2)
+    of_two = 2999 + 949 + 2 * others, 2
+    assert found[1] == {"episode_return": of_two, "episode_length": of_two}
+    assert found[0]["episode_length"] == (3000 + 1050 + others, 2)
     assert np.isnan(found[0]["episode_return"][0])
 
 
