@@ -16,6 +16,7 @@ import types
 import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -497,6 +498,14 @@ def test_an_env_resets_once_all_of_its_agents_have_ended():
         actor.add(acting.step_of(actor, number, terminated=flags, truncated=flags & False))
     resets = [one.tolist() for *_, one in link.blocks]
     assert resets == [[False, False]] * 3 + [[False, True]]
+
+
+def test_an_actor_takes_arrays_of_any_kind():
+    actor, _ = actor_of(Setup(1, 2, 3, 0, "next_step", None, True, None, None))
+    for number, kind in enumerate((jnp.asarray, np.asarray, jnp.asarray)):
+        actor.add(jax.tree.map(kind, acting.step_of(actor, number)))
+    assert actor._steps.reward.tolist() == [[0, 0], [1, 1], [2, 2]]
+    assert actor._steps.obs[:, 1].tolist() == [[1, 0, number] for number in range(3)]
 
 
 @pytest.mark.no_xla
