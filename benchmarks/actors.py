@@ -228,12 +228,13 @@ def agentlace(seconds: float, period: int, length: int = 1) -> float:
 
 def apart(seconds: float, period: int, length: int) -> float:
     """Return what `agentlace` does in a process of its own: its server's threads do not end, and a
-    run may fail."""
+    run may fail, or hang."""
     command = [sys.executable, __file__, "--agentlace", *map(str, (seconds, period, length))]
     while True:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        if found.returncode == 0:
-            return float(found.stdout.split()[-1])
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            if found.returncode == 0:
+                return float(found.stdout.split()[-1])
 
 
 @jax.jit
