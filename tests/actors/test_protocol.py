@@ -241,8 +241,8 @@ def test_a_block_is_not_begun_before_the_parameters_of_its_request_have_come():
     box.hear(Ask("", 2, 1, (2, b"old")))
     assert box.newest() is None
     assert box.attach("other") == 1
-    box.hear(Ask("other", 3, 1, (2, b"of another learner")))
-    assert box.newest() == (2, b"of another learner")
+    box.hear(Ask("other", 3, 1, (0, b"of another learner")))
+    assert box.newest() == (0, b"of another learner")
 
 
 def test_an_actor_that_its_learner_has_stopped_is_lost_for_a_successor():
