@@ -85,9 +85,9 @@ def update(params, target_params, opt_state, batch):
     return params, target_params, opt_state, jnp.abs(td_error) + 1e-3
 
 
-def train(steps, seed, on, act=act, told=jax.device_get):
-    """Return the best parameters, their evaluations, and figures of the actors. `told` returns what
-    they get of parameters."""
+def train(steps, seed, on, act=act, published=jax.device_get):
+    """Return the best parameters, their evaluations, and figures of the actors. `published` returns
+    what is published of parameters."""
     buffer = jr.prioritized(
         capacity=50_000,
         num_envs=NUM_ENVS,
@@ -104,7 +104,7 @@ def train(steps, seed, on, act=act, told=jax.device_get):
     with jr.Replay(
         buffer, seed=seed, samples_per_insert=SAMPLES_PER_INSERT, prefetch=1, timeout=120
     ) as replay:
-        actors = replay.start(act, NUM_ACTORS, params=told(params), seed=seed, on=on)
+        actors = replay.start(act, NUM_ACTORS, params=published(params), seed=seed, on=on)
         bar = tqdm(total=num_updates, unit="update")
         for number, batch in enumerate(replay, 1):
             params, target_params, opt_state, priority = update(
@@ -112,7 +112,7 @@ def train(steps, seed, on, act=act, told=jax.device_get):
             )
             replay.update_priorities(batch.index, priority)
             if number // PUBLISH_PERIOD * PUBLISH_PERIOD == number:
-                actors.publish(told(params))
+                actors.publish(published(params))
             bar.update()
             if number // period * period == number:
                 figures = actors.metrics()
@@ -139,14 +139,16 @@ def evaluate(params, seed, episodes):
     return float(total.mean())
 
 
-def main(argv=None, doc=__doc__, name="actors_dqn", **told):
+def main(argv=None, doc=__doc__, name="actors_dqn", on=None, **options):
     parser = common.parser(doc, out=f"out/{name}.png", steps=300_000)
-    parser.add_argument("--ray", action="store_true", help="actors on a Ray cluster")
+    if on is None:
+        parser.add_argument("--ray", action="store_true", help="actors on a Ray cluster")
     parser.add_argument("--target", type=float, default=450.0, help="of the mean return")
     args = parser.parse_args(argv)
     began = time.perf_counter()
-    on = jr.actors.ray(num_cpus=0.25) if args.ray else jr.actors.local()
-    best, history, figures = train(args.steps, args.seed, **{"on": on} | told)
+    if on is None:
+        on = jr.actors.ray(num_cpus=0.25) if args.ray else jr.actors.local()
+    best, history, figures = train(args.steps, args.seed, on, **options)
     final = round(evaluate(best, args.seed + 1_000, episodes=100), 1)
     common.plot(
         args.out,

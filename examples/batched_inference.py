@@ -32,8 +32,8 @@ class Inference:
         threading.Thread(target=self._run, daemon=True).start()
 
     def take(self, params):
-        """Compute with these parameters from now on. Return what is published: the version says
-        which they are."""
+        """Compute with these parameters from now on. Return None, to be published: actors learn
+        their version alone."""
         self._params = params
 
     def values(self, envs, obs):
@@ -73,8 +73,8 @@ def act(inference, actor):
 
 def main(argv=None):
     inference = Inference()
-    told = {"act": functools.partial(act, inference), "told": inference.take}
-    return dqn.main(argv, __doc__, "batched_inference", on=jr.actors.threads(), **told)
+    options = {"act": functools.partial(act, inference), "published": inference.take}
+    return dqn.main(argv, __doc__, "batched_inference", jr.actors.threads(), **options)
 
 
 if __name__ == "__main__":

@@ -447,7 +447,7 @@ MUTATIONS = (
     (
         "a step that only resets is a member's first one",
         "stateful/actor_host.py",
-        "steps = offer.steps[0], offer.follow(gap), None",
+        "steps = offer.steps[0], offer.mask_after(gap), None",
         "steps = offer.steps[0], offer.steps[1], None",
         "actors/test_actors.py",
     ),

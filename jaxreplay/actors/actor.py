@@ -410,8 +410,8 @@ def run(
 
 @functools.lru_cache
 def layout(told: bytes, length: int, num_envs: int) -> tuple[Any, list[Any], int]:
-    """Return the structure of a block with such leaves, shape, dtype and offset of each, and its
-    size in bytes."""
+    """Return the structure of a block whose steps have such specs, pickled; shape, dtype and offset
+    of each leaf; and its size in bytes."""
     leaves, structure = jax.tree.flatten(pickle.loads(told))
     places, end = [], 0
     for spec in leaves:

@@ -71,7 +71,7 @@ class Offer:
 
     Attributes:
       blocks: The blocks.
-      steps: Their `steps`, leaves [T, E, ...].
+      steps: Their steps or items, mask and priorities or None, leaves [T, E, ...].
       envs: int32[E], as for `Replay.add`.
       resets: bool[E], True for the envs whose first step only resets.
       cut: Called right before they are added, and before the mask is read. Returns bool[E] over all
@@ -86,7 +86,7 @@ class Offer:
     cut: Callable[[], np.ndarray]
     note: Callable[[], None]
 
-    def follow(self, gap: np.ndarray) -> np.ndarray:
+    def mask_after(self, gap: np.ndarray) -> np.ndarray:
         """Return the mask without the steps that only reset an env after a step that is missing.
 
         Args:
@@ -185,7 +185,9 @@ class Actors:
         # steps that the learner had taken when it published; samples may run ahead of the base
         self._base = 0.0
         self._taken: collections.deque[float] = collections.deque(maxlen=_VERSIONS + 1)
-        self._gap = np.ones(num * setup.num_envs + 1, bool)  # of each env's steps
+        self._gap = np.ones(
+            num * setup.num_envs + 1, bool
+        )  # for envs and padding: the step before is missing
         self._joined: Offer | None = None  # blocks that are to be added
         self._recent: collections.deque[Any] = collections.deque(maxlen=4 * num)
         # sums and counts of what actors have logged, by name and version
@@ -399,7 +401,7 @@ class Actors:
             ends[block.actor] = self._inbox.is_cut(block)
         self._gap[:-1] |= ends.reshape(-1)
         step, _, priority = offer.steps
-        offer.steps = step, offer.follow(self._gap), priority
+        offer.steps = step, offer.mask_after(self._gap), priority
         return ends.reshape(-1)
 
     def _note(self, blocks: Sequence[Block]) -> None:
@@ -460,8 +462,8 @@ class Actors:
 
 
 def pause_before(restart: int) -> float:
-    """Return the pause in seconds before a restart, from 1: they grow, so that an actor outlasts
-    what is away for a while."""
+    """Return the pause in seconds before the first restart in a row, or a later one. Pauses grow,
+    so that an actor outlasts what is away for a while."""
     return min(_FIRST * (2.0 ** min(restart - 1, 16) - 1.0), _LONGEST)
 
 

@@ -90,8 +90,9 @@ class Line:
       heard: Those were answered, or an interrupt of the actor has lost them.
       waiting: Blocks that wait to be added, also of earlier incarnations.
       told: Newest version of the parameters that it was told, or -1.
-      bases: Steps that the learner had taken, by its newest version, at each of the last requests.
-      began: When it did, and `since`: when it answered last, or was asked after that.
+      bases: Steps that the learner had taken by its newest version, at each of the last requests.
+      began: When the newest incarnation began, by `time.monotonic`, as are `since` and `due`.
+      since: When it answered last, or was asked after it had answered all.
       due: When to begin it again, or None.
       restarts: Number of times that it was started again, in a row.
     """
@@ -206,17 +207,17 @@ class Inbox:
 
 
 def in_turn(these: Sequence[Any], turn: int) -> list[Any]:
-    """Return all, the one whose turn it is first."""
+    """Return all of them in their order, from the one whose turn it is."""
     return [*these[turn:], *these[:turn]]
 
 
-def arrived(bell: Any, seconds: float) -> list[Any]:
-    """Return what is in a `queue.SimpleQueue`; wait for some as long."""
+def arrived(simple_queue: Any, seconds: float) -> list[Any]:
+    """Return all that a `queue.SimpleQueue` has; wait at most so many seconds until it has some."""
     found = []
     with contextlib.suppress(queue.Empty):
-        found.append(bell.get(timeout=seconds))
+        found.append(simple_queue.get(timeout=seconds))
         while True:
-            found.append(bell.get(False))
+            found.append(simple_queue.get(False))
     return found
 
 

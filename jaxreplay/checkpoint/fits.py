@@ -118,9 +118,10 @@ def check_path(where: str, generations: list[Manifest], draft: Manifest, goes_on
     if not generations:
         return
     newest = generations[0]
-    # an index of rows in files is saved to one path with copies, which have the steps, too
+    # a buffer with rows in files saves its index to one path with copies, which have the steps, too
     has_steps = lambda one: any(_is_step(leaf) for own in one.members.values() for leaf in own.rows)
-    is_whole = has_steps(newest) and has_steps(draft)
+    are_of_one_kind = newest.buffer.partition("(")[0] == draft.buffer.partition("(")[0]
+    is_whole = not are_of_one_kind or (has_steps(newest) and has_steps(draft))
     rows_of = lambda one: {
         name: {leaf: own.rows[leaf] for leaf in own.rows if is_whole or not _is_step(leaf)}
         for name, own in one.members.items()

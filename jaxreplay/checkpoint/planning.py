@@ -126,7 +126,8 @@ def planned(
             span = rows.span_of(split.rest["counters"], split.buffer.length)
             leaves = {own: spec_text(leaf, 1) for own, leaf in rows.leaves_of(split.rows)}
             before = base.members.get(name) if base is not None else None
-            before = before if before is not None and before.rows == leaves else None
+            if before is not None and before.rows != leaves:  # one is an index, without the steps
+                before = None
             own = _groups(split, before, span, folder, group_bytes, is_compressed)
             groups[name] = [
                 one._replace(number=next(numbers)) if one.sums is None else one for one in own

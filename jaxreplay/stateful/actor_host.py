@@ -33,20 +33,21 @@ class ActorHost:
         }
 
     def insert(self, offer: Offer, timeout: float) -> bool:
-        replay, owner = self._replay, self._owner
+        replay, owner, members = self._replay, self._owner, offer.blocks[0].members
         with self.lock:
-            is_lost = owner.is_lost or any(one.is_lost for one, _ in self.others.values())
-            if replay._is_closed or is_lost:
+            owners = owner, *(self.others[name][0] for name in members)
+            if replay._is_closed or any(one.is_lost for one in owners):
                 return False
+            for name in members:
+                if name in replay._actors and not replay._actors[name].is_stopped:
+                    raise ValueError(f"actor.add: members: {name!r} has actors of its own")
             ends = offer.cut()  # first: it masks steps
             problem = replay._add(owner, *_calls_of(owner, offer.steps, offer.envs, ends))
             for name, (other, gap) in self.others.items():
                 gap[:-1] |= ends
-                if name in offer.blocks[0].members:
-                    if name in replay._actors and not replay._actors[name].is_stopped:
-                        raise ValueError(f"add: members: {name!r} has actors of its own")
+                if name in members:
                     cut = gap & np.isin(np.arange(len(gap)), offer.envs)
-                    steps = offer.steps[0], offer.follow(gap), None
+                    steps = offer.steps[0], offer.mask_after(gap), None
                     replay._add(other, 0, _calls_of(other, steps, offer.envs, cut[:-1])[1])
                 else:
                     gap[offer.envs] = True

@@ -378,10 +378,9 @@ def test_as_many_blocks_are_under_way_as_two_versions_take():
     """Versions took 20 steps on average, 44 were added, and a block has four."""
     line = Line(0, is_alive=True)
     host = types.SimpleNamespace(progress=lambda: (0.0, missing, may_fill))
-    actors = types.SimpleNamespace(
-        _block=4, _base=40.0, _taken=[0, 30, 40], _default=8.0, _max_staleness=1, _host=host,
-        _inbox=types.SimpleNamespace(lines=[line]), _figures={"steps": 44},
-    )  # fmt: skip
+    inbox = types.SimpleNamespace(lines=[line])
+    actors = types.SimpleNamespace(_block=4, _host=host, _inbox=inbox, _figures={"steps": 44})
+    actors._base, actors._taken, actors._default, actors._max_staleness = 40.0, [0, 30, 40], 8.0, 1
     missing, may_fill = 50.0, False
     most = lambda is_idle: jr.actors.Actors._most_blocks(actors, is_idle)
     assert (most(False), most(True)) == (9, 13)

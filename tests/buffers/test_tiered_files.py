@@ -708,9 +708,10 @@ def test_an_index_and_a_copy_are_saved_to_one_path(tmp_path):
         for number in numbers:
             found = make(place).restore(example(), number)
             check_rows(place, found, 0, 3 * number + 3)
-    plain = jr.items(capacity=150, num_envs=3, batch_size=8)
-    with refused("has checkpoints of another buffer, or of steps with other leaves"):
-        Checkpointer(tmp_path / "saved", plain, overwrite=True).save(plain.init({"x": 0.0}))
+    items = jr.items(capacity=150, num_envs=3, batch_size=8), {"x": 0.0}
+    for buffer, one in (items, (row_writer.buffer(), example())):
+        with refused("has checkpoints of another buffer, or of steps with other leaves"):
+            Checkpointer(tmp_path / "saved", buffer, overwrite=True).save(buffer.init(one))
 
 
 def test_a_part_of_a_damaged_copy_is_restored_and_a_sharding_is_refused(tmp_path):
