@@ -1,13 +1,14 @@
 """A buffer in two parts: an index on the device, and rows on the host."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import math
 import os
 import pathlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Unpack
 
 import jax
@@ -356,14 +357,17 @@ class Tiered:
 
         def append() -> ReplayState:
             after = _extend(self.index, state, flags, given, envs)
-            self._begin(store, given)
+            reopened = self._reopened_by(given)
             # Before the oldest rows go: a block as long as the ring leaves none, as a clear does.
-            noted = isinstance(store, FileRows) and self._noted(store, flags, envs, is_written)
+            noted = None
+            if isinstance(store, FileRows):
+                noted = self._noted(store, flags, envs, is_written, reopened)
             store.begin(number)
             for part in parts:
                 store.write(*part)
-            if noted:
-                self._note(store, noted, row, is_written, number)
+            if noted is not None:
+                last = after.counters.last_flags
+                self._note(store, noted, row, is_written, number, reopened, last)
             self.num_written = number
             return after
 
@@ -395,11 +399,11 @@ class Tiered:
             )
         check_not_deleted(where, state)
 
-    def _begin(self, store: HostRows, given: Any) -> None:
-        """Change the rows that are there before a block is written. For subclasses to override.
+    def _reopened_by(self, given: Any) -> Any:
+        """Return of which envs a block replaces the newest row, bool[E], and the flags of the rows
+        before these, uint8[E]. For subclasses to override. Default: None, of none.
 
         Args:
-          store: Where they lie.
           given: The further arguments of the method.
         """
 
@@ -447,17 +451,20 @@ class Tiered:
         np.add.at(number, env, nth[-1])
         return env * self.buffer.length + position, is_written, number
 
-    def _noted(self, store: FileRows, flags: Any, envs: Any, is_written: Any) -> Any:
+    def _noted(self, store: FileRows, flags: Any, envs: Any, is_written: Any, reopened: Any) -> Any:
         """Return what the journal has of a block, as the device counts it: the flags of its rows
-        and those of several agents, [K, E], or None; and the flags of the newest rows before it.
+        and those of several agents, [K, E], or None.
 
         Args:
           store: The files.
           flags: bool[T, E] or bool[T, E, A], of the steps: terminated, truncated.
           envs: int[E], or None for all envs.
           is_written: bool[K, E], whether each row is written.
+          reopened: As `_reopened_by` returns it.
         """
         last, found = store.progress[LAST_FLAGS].astype(np.uint8), (None, None)
+        if reopened is not None:
+            last = np.where(reopened[0], reopened[1], last).astype(np.uint8)
         if (layout := self.index.layout()).autoreset is not None:
             env = slice(None) if envs is None else np.where(is_written.any(axis=0), envs, 0)
             of_agents = None
@@ -470,9 +477,18 @@ class Tiered:
             with jax.default_device(jax.devices("cpu")[0]):
                 found = _flags_of(layout, *flags, taken, last[env], of_agents)
             found = jax.device_get(found)
-        return found, last
+        return found
 
-    def _note(self, store: Any, noted: Any, row: Any, is_written: Any, number: Any) -> None:
+    def _note(
+        self,
+        store: Any,
+        noted: Any,
+        row: Any,
+        is_written: Any,
+        number: Any,
+        reopened: Any,
+        last: Any,
+    ) -> None:
         """Write to the journal which rows are complete, and their flags.
 
         Args:
@@ -481,15 +497,20 @@ class Tiered:
           row: int64[K, E], rows.
           is_written: bool[K, E], whether each is written.
           number: int64[num_envs], the number of each env's next row.
+          reopened: As `_reopened_by` returns it.
+          last: uint8[num_envs], flags of the newest rows, or None.
         """
-        found, last = noted
-        for name, values in zip(("flags", "agents"), found, strict=True):
+        flags, of_agents = noted
+        known, is_new = [], is_written
+        if reopened is not None:
+            mask, before = reopened
+            rows = self._newest(self.num_written)[mask], row[0][mask]
+            known = [("flags", *map(np.concatenate, (rows, (before[mask], flags[0][mask]))))]
+            is_new = np.concatenate([is_written[:1] & ~mask, is_written[1:]])
+        for name, values in (("flags", flags), ("agents", of_agents)):
             if values is not None:
-                store.journal[name][row[is_written]] = values[is_written]
-        if "flags" in store.journal:
-            has_new = number > self.num_written
-            last[has_new] = store.journal["flags"][self._newest(number)[has_new]]
-        store.end(number, last)
+                store.journal[name][row[is_new]] = values[is_new]
+        store.end(number, 0 if last is None else np.asarray(last), known=known)
 
     def draw(
         self,
@@ -707,7 +728,6 @@ class Tiered:
         concurrent.futures.wait([flight.future for flight in self._flights])
 
         def write() -> ReplayState:
-            store.begin_rewrite()
             after, rows, given = _write(self.index, state, index, values)
             self._put(store, stored, np.asarray(rows), given)
             return after
@@ -744,7 +764,6 @@ class Tiered:
         size = min(block, self.buffer.capacity)
         stored = dict(named(state.rows.steps, is_leaf=stored_arrays.is_compound))
         concurrent.futures.wait([flight.future for flight in self._flights])
-        store.begin_rewrite()
         trace = 0
         for number in range(-(-self.buffer.capacity // size)):
             plan = _block(self.index, state, np.int32(number), arguments, function, size)
@@ -758,8 +777,8 @@ class Tiered:
     def _put(self, store: HostRows, stored: Any, rows: Any, given: dict[str, Any]) -> None:
         """Write leaves of rows, int32[K]. Rows past the end are dropped."""
         kept = rows < self.buffer.capacity
-        for name, leaf in given.items():
-            store.write(name, rows[kept], _bits(np.asarray(leaf)[kept], stored[name]))
+        leaves = {x: _bits(np.asarray(leaf)[kept], stored[x]) for x, leaf in given.items()}
+        store.rewrite(leaves, rows[kept])
 
     def flush(self) -> str | None:
         """Wait until the rows in files are on the disk.
@@ -802,9 +821,8 @@ class Tiered:
             )
         concurrent.futures.wait([flight.future for flight in self._flights])
         state = restore(first)
-        store.go_on_from(end)
         self._lost = self.newest = None
-        return self._followed(state, is_new=True)
+        return self._followed(state, until=end)
 
     def replace(
         self, example: PyTree, fill: Callable[[dict[str, Any], ReplayState], ReplayState]
@@ -816,15 +834,7 @@ class Tiered:
           fill: Takes arrays of NumPy to fill, [N, ...]: "steps", a tree of leaves as they are
             stored, and "flags", or None; and an empty state of the index. Returns the state.
         """
-        before = self._store, self.num_written, self._lost
-        if not self.is_in_files:
-            self._store = None  # the old rows stay until the new ones are there
-        try:
-            empty = self._prepared(example)
-            store = self._store_of("replace")
-            store.forget()
-            if self.is_in_files:
-                before = store, np.zeros_like(self.num_written), "in a restore that failed"
+        with self._anew(example) as (empty, store):
 
             def array(leaf: Any) -> Any:
                 if isinstance(leaf, BitsArray):
@@ -836,9 +846,23 @@ class Tiered:
             steps = stored_arrays.tree_map(array, empty.rows.steps)
             flags = None if empty.rows.flags is None else np.zeros(self.buffer.capacity, np.uint8)
             state = fill({"steps": steps, "flags": flags}, empty)
-            return self._followed(state, is_new=True)
+            return self._followed(state, until=np.full_like(self.num_written, -1))
+
+    @contextlib.contextmanager
+    def _anew(self, example: PyTree) -> Iterator[tuple[ReplayState, HostRows]]:
+        """Yield an empty state, and room for its rows. Those from before stay until the block ends,
+        and if it raises an error."""
+        before = self._store, self.num_written, self._lost
+        if not self.is_in_files:
+            self._store = None
+        try:
+            empty = self._prepared(example)
+            store = self._store_of("restore")
+            with store.anew() if isinstance(store, FileRows) else contextlib.nullcontext():
+                yield empty, store
         except BaseException:
-            self._store, self.num_written, self._lost = before
+            if not self.is_in_files:
+                self._store, self.num_written, self._lost = before
             raise
 
     @property
@@ -963,18 +987,16 @@ class Tiered:
     def _adopted(self, state: ReplayState) -> ReplayState:
         with jax.default_device(jax.devices("cpu")[0]):
             state = method("adopt")(self._whole, state)
-        new = self._prepared(example_of(state.layout, state.rows.steps))
-        store = self._store_of("adopt")
-        store.forget()
+        with self._anew(example_of(state.layout, state.rows.steps)) as (empty, store):
 
-        def take(name: str, leaf: Any) -> Any:
-            array = leaf.bits if isinstance(leaf, BitsArray) else leaf
-            store.arrays[name][...] = np.asarray(stored_arrays.values(array))
-            return absent(name, leaf)
+            def take(name: str, leaf: Any) -> Any:
+                array = leaf.bits if isinstance(leaf, BitsArray) else leaf
+                store.arrays[name][...] = np.asarray(stored_arrays.values(array))
+                return absent(name, leaf)
 
-        index = mapped(state, take)
-        index = jax.device_put(index, jax.tree.leaves(new.counters)[0].sharding)
-        return self._followed(index, is_new=True)
+            index = mapped(state, take)
+            index = jax.device_put(index, jax.tree.leaves(empty.counters)[0].sharding)
+            return self._followed(index, until=np.full_like(self.num_written, -1))
 
     def close(self) -> None:
         """Give up the rows, and their memory. Those in files stay there, for another `init`."""
@@ -992,35 +1014,36 @@ class Tiered:
     def _changed(self, name: str, state: ReplayState, *arguments: Any) -> ReplayState:
         _check_outside(name, (state, arguments))
         self._check_newest(name, state)
-        change, is_new = method(name), name == "drop"
-        changed = lambda: self._followed(change(self.index, state, *arguments), is_new)
+        change = method(name)
+        changed = lambda: self._followed(change(self.index, state, *arguments), name == "drop")
         return self._undivided(state, changed)
 
-    def _followed(self, state: ReplayState, is_new: bool = False) -> ReplayState:
+    def _followed(self, state: ReplayState, is_new: bool = False, until: Any = None) -> ReplayState:
         """Return the state, after counting the rows that it says were written.
 
         Args:
           state: The state.
           is_new: Whether flags of other rows than the newest ones changed. Default: False.
+          until: int64[E], the numbers from which on the rows are others than before. Default: none
+            are.
         """
         length = self.buffer.length
         lap, position, filled, last = jax.device_get(_counts(state.counters))
         self.num_written = lap.astype(np.int64) * length + position
         if not isinstance(store := self._store, FileRows):
             return state
-        first, last = self.num_written - filled, 0 if last is None else last
-        if is_new:  # until they have their flags, only rows that stay are there
-            progress = store.progress
-            end = np.minimum(progress[END], self.num_written)
-            store.end(end, last, np.minimum(np.maximum(progress[FIRST], first), end))
         kept = {"flags": state.rows.flags, "agents": getattr(state.rows.steps, "terminated", None)}
+        known = []
         for name, rows in store.journal.items():
-            if is_new:
-                rows[...] = np.asarray(kept[name])
+            if is_new or until is not None:
+                values = np.asarray(kept[name])
+                changed = np.flatnonzero((values != rows).reshape(len(rows), -1).any(axis=1))
+                known.append((name, changed, values[changed]))
             else:
                 newest = self._newest(self.num_written)
-                rows[newest] = np.asarray(_rows_at(kept[name], newest))
-        store.end(self.num_written, last, first)
+                known.append((name, newest, np.asarray(_rows_at(kept[name], newest))))
+        first, last = self.num_written - filled, 0 if last is None else last
+        store.end(self.num_written, last, first, known, until)
         return state
 
     def _newest(self, number: np.ndarray) -> np.ndarray:

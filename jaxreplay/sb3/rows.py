@@ -16,7 +16,7 @@ from jaxreplay.sb3 import columns
 from jaxreplay.stateful.owner import StateOwner
 from jaxreplay.stateful.tiered_owner import TieredOwner
 from jaxreplay.storage import newest_row, row_flags
-from jaxreplay.storage.file_rows import LAST_FLAGS, FileRows
+from jaxreplay.storage.file_rows import END, FileRows
 from jaxreplay.types import Step
 
 
@@ -61,14 +61,15 @@ class TransitionTier(Tiered):
         self._is_stale = self.is_in_files
         return state
 
-    def _followed(self, state: Any, is_new: bool = False) -> Any:
+    def _followed(self, state: Any, is_new: bool = False, until: Any = None) -> Any:
         self._is_stale = False
-        return super()._followed(state, is_new)
+        return super()._followed(state, is_new, until)
 
     def _begin_anew(self) -> None:
         """Forget the rows that the folder had at first."""
-        if self._is_stale:
-            self._store_of("clear").forget()
+        if self._is_stale and isinstance(store := self._store_of("clear"), FileRows):
+            none = np.zeros_like(store.progress[END])
+            store.end(none, 0, none, until=none)
         self._is_stale = False
 
     def clear(self, state: Any) -> Any:
@@ -95,13 +96,9 @@ class TransitionTier(Tiered):
                 self.num_written = before
             raise
 
-    def _begin(self, store: Any, given: Any) -> None:
-        """Remove the newest rows, which are final, as `newest_row.reopen` does."""
+    def _reopened_by(self, given: Any) -> Any:
         self._begin_anew()
-        if isinstance(store, FileRows):
-            mask, flags = given[0][0], np.where(given[1][0], row_flags.FIRST, 0)
-            store.journal["flags"][self._newest(self.num_written)[mask]] = flags[mask]
-            store.end(self.num_written, np.where(mask, flags, store.progress[LAST_FLAGS]))
+        return given[0][0], np.where(given[1][0], row_flags.FIRST, 0)
 
 
 class RowsOwner(StateOwner):

@@ -1,24 +1,26 @@
-"""Rows in the files of a folder, mapped into memory, and a journal of what they are.
+"""Rows in the files of a folder, mapped into memory, and a database that knows which are there.
 
-Each leaf is an array file of NumPy, which any program can map. The journal has the flags of each
-row and, for each env, which rows are complete. It is kept in mapped memory, too, so that a process
-that is killed leaves it whole: the index is rebuilt from it.
+Each leaf is an array file of NumPy, which any program can map, as are the flags of the rows. The
+database of SQLite has the numbers of the rows that are complete. Rows are written before they are
+counted. Values that take the place of others wait in the database until they are in their files,
+and other files take the place of all rows at once. So a process that is killed leaves the rows from
+before a call or from after it, but for the oldest ones, which the call overwrites.
 """
 
 import contextlib
+import ctypes
 import errno
 import json
-import math
-import mmap
 import os
 import pathlib
 import re
 import secrets
 import shutil
+import sqlite3
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -26,20 +28,27 @@ import numpy as np
 
 from jaxreplay._util.aliases import Specs
 from jaxreplay._util.names import spec_of, spec_text
+from jaxreplay.storage import array_files
+from jaxreplay.storage.array_files import ArrayFiles
 from jaxreplay.storage.host_rows import HostRows
 
-fcntl: Any = None
-with contextlib.suppress(ImportError):  # on Windows
-    import fcntl
-
-_FORMAT = 2
-_PAGE = mmap.PAGESIZE
-_MOST_BRANCHES = 100  # earlier tokens whose checkpoints can be loaded: 400 bytes each for 64 envs
+_FORMAT = 3
+_MOST_TOKENS = 100  # whose checkpoints can be loaded
+_MOST_WAITING = 2**24  # bytes of values in the database, which has them twice
 # Seconds a row, and a byte of them, above which rows count as read from the disk.
 _SLOW, _SLOW_BYTE = 5e-6, 5e-10
 # Rows of the progress, int64[3, E]: the numbers of the oldest row, which no write has begun to
 # overwrite, and of the next one; and the flags of the newest row.
 FIRST, END, LAST_FLAGS = range(3)
+
+# journal, one row: what the rows are, the folder of their files, and the progress.
+# tokens, newest last: of saved indices, and the numbers int64[E] up to which they have these rows.
+# waiting: values of a kind, by name, for rows int64[K].
+_TABLES = """
+CREATE TABLE journal (about, files, progress); INSERT INTO journal DEFAULT VALUES;
+CREATE TABLE tokens (number INTEGER PRIMARY KEY, token, until);
+CREATE TABLE waiting (kind, name, place, content);
+"""
 
 
 class FileRows(HostRows):
@@ -53,13 +62,13 @@ class FileRows(HostRows):
       about: What the rows are, JSON, with `num_envs` E and the `length` of the ring of each: equal
         each time that the folder is opened.
       specs: Shape and dtype of a row of each leaf, by name.
-      journal: The same of what the journal has of each row.
+      journal: The same of what is known of each row.
 
     Attributes:
-      token: Text that no other rows have. It changes each time that the folder is opened, with
-        `forget`, `go_on_from` and `begin_rewrite`.
-      journal: All rows of what the journal has, by name.
+      journal: All rows of what is known of them, by name.
       progress: int64[3, E], as above.
+      token: Text that no other rows have, for a checkpoint of their index. It changes each time
+        that the folder is opened, and with the rows before the newest ones.
 
     Raises:
       BlockingIOError: Another process, or another object here, has the folder open.
@@ -76,101 +85,53 @@ class FileRows(HostRows):
     ):
         self._folder = pathlib.Path(folder).absolute()
         num_envs, self._length = about["num_envs"], about["length"]
-        if fcntl is None:
+        if not hasattr(os, "pwrite"):
             raise OSError(errno.ENOSYS, "rows in files need Linux or macOS", str(self._folder))
         if self._folder.exists() and not self._folder.is_dir():
             raise NotADirectoryError(
                 errno.ENOTDIR, "rows need a folder, and this is a file", str(self._folder)
             )
         self._folder.mkdir(parents=True, exist_ok=True)
-        # open files by what they have, closed at the latest with this object
-        self._files: dict[Any, int] = {"lock": _locked(self._folder / "lock")}
-        _OPEN.add(self)
-        self._closed = weakref.finalize(self, _close_all, self._files)
-        # shapes and dtypes of the files, by the kind and name of what they have
-        shapes: dict[tuple[str, str], Any] = {
-            (kind, name): ((num_envs * self._length, *spec.shape), np.dtype(spec.dtype))
+        self._specs = {
+            (kind, name): jax.ShapeDtypeStruct((num_envs * self._length, *spec.shape), spec.dtype)
             for kind, own in (("rows", specs), ("journal", journal))
             for name, spec in own.items()
         }
-        shapes["journal", "progress"] = (1 + 6 * num_envs,), np.dtype(np.int64)
-        texts = {name: spec_text(spec) for name, spec in specs.items()}
-        own = {"format": _FORMAT, **about, "leaves": texts}
-        self._rows = self._folder / "rows"
-        self._maps: dict[str, mmap.mmap] = {}
-        self._starts: dict[str, int] = {}  # places of the first rows in their files
-        self.arrays, self.journal = {}, {}
-        try:
-            if is_new := not self._rows.exists():
-                new = {"id": secrets.token_hex(8), "token": secrets.token_hex(8), "branches": {}}
-                self._make({**own, **new}, shapes)
-            self._about = self._read_about(own)
-            # in the order in which they were made: that of a pytree of another kind may differ
-            names = [("rows", name) for name in self._about["leaves"]]
-            shapes = {key: shapes[key] for key in (*names, *shapes)}
-            # by which it is written also if it is renamed
-            self._files["folder"] = os.open(self._rows, os.O_RDONLY)
-            for nth, (key, (shape, dtype)) in enumerate(shapes.items()):
-                path, mark = self._rows / _file_name(nth, key), _mark(self._about, nth)
-                self._open(key, path, shape, dtype, mark)
-        except BaseException:
-            self.close()
-            raise
-        self._slots = self.journal.pop("progress")
-        first, end, last_flags = self.progress
-        is_possible = (first >= 0) & (first <= end) & (end <= first + self._length)
-        if not (is_possible & (last_flags >= 0) & (last_flags < 256)).all():
-            self.close()
-            raise ValueError(f"{self._rows}: the journal has numbers of rows that cannot be")
+        self._files: Any = None  # those of the rows; and those that the database names
+        self._named: Any = None
         self._is_cold: dict[int, bool] = {}  # whether the last rows that a thread took were
-        self._is_saved = True  # an index may have the token
-        if not is_new:  # copies of a folder go on with tokens of their own
-            with contextlib.suppress(OSError):  # a full disk can be read still
-                self.go_on_from(end)
-
-    @property
-    def token(self) -> str:
-        return self._about["token"]
-
-    # The files.
-
-    def _make(self, about: Mapping[str, Any], shapes: Mapping[Any, Any]) -> None:
-        """Make files of zeros. The folder of an attempt that failed is removed first."""
-        unfinished = self._folder / "rows.unfinished"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir()
+        self._is_known = True  # an index may have the token
+        self._database: Any = _connected(self._folder)
+        self._file_of_folder = os.open(self._folder, os.O_RDONLY)
+        self._closed = weakref.finalize(self, _end, self._database, self._file_of_folder)
+        _OPEN.add(self)
         try:
-            needs = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
-            free = shutil.disk_usage(unfinished).free
-            if needs > free:
-                raise OSError(
-                    errno.ENOSPC,
-                    f"the rows take {needs:,} bytes, but the disk has {free:,} free",
-                    str(self._folder),
-                )
-            for nth, (key, (shape, dtype)) in enumerate(shapes.items()):
-                path = unfinished / _file_name(nth, key)
-                with open(path, "wb") as file:
-                    header = {"descr": np.lib.format.dtype_to_descr(dtype), "shape": shape}
-                    np.lib.format.write_array_header_1_0(file, {**header, "fortran_order": False})
-                    start, size = file.tell(), math.prod(shape) * dtype.itemsize
-                    file.flush()
-                    _reserve(file.fileno(), start, size)
-                    os.pwrite(file.fileno(), _mark(about, nth), start + size)
-            folder = os.open(unfinished, os.O_RDONLY)
-            try:
-                _write_json(folder, about)
-            finally:
-                os.close(folder)
-            unfinished.rename(self._rows)
-            _sync(self._folder)
+            own = {**about, "leaves": {name: spec_text(spec) for name, spec in specs.items()}}
+            if (found := _found(self._database, self._folder)) is None:
+                self._about = {**own, "id": secrets.token_hex(8)}
+                self.progress = np.zeros((3, num_envs), np.int64)
+                self._files = self._made()
+            else:
+                self._about, name, self.progress = found
+                self._check_about(own)
+                # in the order in which they were made: that of a pytree of another kind may differ
+                keys = [("rows", leaf) for leaf in self._about["leaves"]]
+                self._specs = {key: self._specs[key] for key in (*keys, *self._specs)}
+                self._files = self._named = self._opened(self._folder / name)
+                self._put(self._waiting())
+            self._text = json.dumps(self._about)
+            with contextlib.suppress(*([OSError] if found else [])):  # a full disk can be read
+                self._commit(self.progress, until=self.progress[END])  # copies have their own
+            for left in self._folder.glob("rows-*"):
+                if left.name != self._files.folder.name:
+                    shutil.rmtree(left, ignore_errors=True)
         except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            self.close()
             raise
 
-    def _read_about(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the folder says of its rows. Raise a ValueError if others are wanted."""
-        found, lines = _found_about(self._rows / "rows.json"), []
+    def _check_about(self, own: Mapping[str, Any]) -> None:
+        """Raise a ValueError if other rows are wanted than the folder has."""
+        found, lines = self._about, []
         for name, value in own.items():
             if name == "leaves":
                 its = found[name]
@@ -186,281 +147,308 @@ class FileRows(HostRows):
             raise ValueError(
                 "\n  ".join([f"{self._folder} has the rows of another buffer:", *lines])
             )
-        return found
 
-    def _open(
-        self, key: Any, path: pathlib.Path, shape: tuple[int, ...], dtype: Any, mark: bytes
-    ) -> None:
-        """Map the file of a leaf, or of a part of the journal."""
-        kind, name = key
-        _check_file(path)
+    def _made(self) -> ArrayFiles:
+        """Return new files of zeros."""
+        number = max([0, *(int(one.name[5:]) for one in self._folder.glob("rows-*"))]) + 1
+        folder = self._folder / f"rows-{number}"
         try:
-            with open(path, "rb") as file:
-                np.lib.format.read_magic(file)
-                found = np.lib.format.read_array_header_1_0(file)
-                start, size = file.tell(), math.prod(shape) * dtype.itemsize
-                file.seek(start + size)
-                own = file.read(len(mark))
-        except FileNotFoundError as error:
-            raise ValueError(f"{path} is missing, so that the rows are damaged") from error
-        except ValueError as error:
-            raise ValueError(f"{path} is no array file: {error}") from error
-        if found != (shape, False, dtype):
-            raise ValueError(f"{path} has {found[2]}{[*found[0]]}, not {dtype}{[*shape]}")
-        if (has := os.path.getsize(path)) != start + size + len(mark):
-            raise ValueError(
-                f"{path} has {has:,} bytes, not {start + size + len(mark):,}: it is cut or damaged"
-            )
-        if own != mark:
-            raise ValueError(f"{path} is the file of another folder, or of another leaf")
-        self._files[key] = os.open(path, os.O_RDWR)
-        mapped = mmap.mmap(self._files[key], 0)
-        if kind == "rows":
-            self._maps[name], self._starts[name] = mapped, start
-            mapped.madvise(mmap.MADV_RANDOM)
-        of_kind = self.arrays if kind == "rows" else self.journal
-        of_kind[name] = np.ndarray(shape, dtype, mapped, start)
+            array_files.make(folder, self._specs, bytes.fromhex(self._about["id"]))
+            return self._opened(folder)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
 
-    # Rows.
+    def _opened(self, folder: pathlib.Path) -> ArrayFiles:
+        return ArrayFiles(folder, self._specs, bytes.fromhex(self._about["id"]))
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:  # type: ignore[override]
+        return self._files.of_kind("rows")
+
+    @property
+    def journal(self) -> dict[str, np.ndarray]:
+        return self._files.of_kind("journal")
 
     def write(self, name: str, rows: np.ndarray, values: np.ndarray) -> None:
-        array = self.arrays[name]
-        if array[:1].nbytes < _PAGE or not len(rows):
-            array[rows] = values
-            return
-        # Through a map, a page that is overwritten would be read first.
-        file, start, size = self._files["rows", name], self._starts[name], array[:1].nbytes
-        values = np.ascontiguousarray(values).reshape(len(values), -1).view(np.uint8)
-        for row, value in zip(rows.tolist(), values, strict=True):
-            at, left = start + row * size, memoryview(value)
-            while len(left):
-                written = os.pwrite(file, left, at)
-                at, left = at + written, left[written:]
+        self._files.write(("rows", name), rows, values)
 
     def take(self, name: str, rows: np.ndarray) -> np.ndarray:
-        if not rows.size:
-            return super().take(name, rows)
-        since = time.perf_counter()
-        thread = threading.get_ident()
-        if self._is_cold.get(thread, True):
-            self._advise(name, rows.reshape(-1))
-        found = super().take(name, rows)
+        since, thread = time.perf_counter(), threading.get_ident()
+        if rows.size and self._is_cold.get(thread, True):
+            self._files.advise(("rows", name), rows.reshape(-1))
+        found = np.take(self._files.arrays["rows", name], rows, axis=0, mode="clip")
         seconds = time.perf_counter() - since
         self._is_cold[thread] = seconds > _SLOW * rows.size + _SLOW_BYTE * found.nbytes
         return found
 
-    def _advise(self, name: str, rows: np.ndarray) -> None:
-        """Ask the system to read all pages of rows at once, in the background."""
-        size = self.arrays[name][:1].nbytes
-        start = self._starts[name] + np.sort(rows).astype(np.int64) * size
-        first, last = start // _PAGE, (start + max(size, 1) - 1) // _PAGE
-        is_new = np.append(True, first[1:] > last[:-1] + 1)
-        firsts, lasts = first[is_new], last[np.append(is_new[1:], True)]
-        mapped = self._maps[name]
-        for one, other in zip(firsts.tolist(), lasts.tolist(), strict=True):
-            mapped.madvise(mmap.MADV_WILLNEED, one * _PAGE, (other - one + 1) * _PAGE)
-
     # The journal.
 
-    @property
-    def progress(self) -> np.ndarray:
-        return self._slots[1:].reshape(2, 3, -1)[self._slots[0] & 1].copy()
-
-    def _announce(self, progress: np.ndarray) -> None:
-        """Replace the progress: one store of 8 bytes makes all of it visible."""
-        slot = 1 - (self._slots[0] & 1)
-        self._slots[1:].reshape(2, 3, -1)[slot] = progress
-        self._slots[0] = slot
-
     def begin(self, number: np.ndarray) -> None:
-        progress = self.progress
         # of a block that is longer than the ring no row before it stays
+        progress = self.progress.copy()
         oldest = np.minimum(number - self._length, progress[END])
         progress[FIRST] = np.maximum(progress[FIRST], oldest)
-        self._announce(progress)
+        if (progress != self.progress).any():
+            self._commit(progress)
 
-    def end(self, number: np.ndarray, last_flags: Any, first: np.ndarray | None = None) -> None:
-        """Note that all rows before some are written.
+    def end(
+        self,
+        number: np.ndarray,
+        last_flags: Any,
+        first: np.ndarray | None = None,
+        known: Any = (),
+        until: np.ndarray | None = None,
+    ) -> None:
+        """Note which rows are there, all at once.
 
         Args:
           number: int64[E], the number of each env's next row.
           last_flags: uint8[E], flags of the newest rows.
           first: int64[E], the number of each env's oldest row. Default: as it was, of a ring.
+          known: What is known of rows that were there already: its name, the rows, int64[K], and
+            their values, [K, ...], each.
+          until: int64[E], the numbers from which on the rows are others than before; the token
+            changes. Default: none are.
         """
-        progress = self.progress
-        progress[END], progress[LAST_FLAGS] = number, last_flags
-        oldest = np.maximum(progress[FIRST], number - self._length)
-        progress[FIRST] = oldest if first is None else first
-        self._announce(progress)
+        oldest = np.maximum(self.progress[FIRST], number - self._length)
+        oldest = oldest if first is None else first
+        progress = np.stack([oldest, number, np.broadcast_to(last_flags, number.shape)])
+        values = [(("journal", name), *of) for name, *of in known]
+        self._commit(progress.astype(np.int64), values, until)
 
-    def forget(self) -> None:
-        self._renew({})  # first: no checkpoint of the index may find the rows that replace these
-        self._announce(np.zeros_like(self.progress))
+    def rewrite(self, leaves: Mapping[str, np.ndarray], rows: np.ndarray) -> None:
+        # no checkpoint of the index may find other values than it had
+        until = np.full_like(self.progress[END], -1) if self._is_known else None
+        size = sum(values.nbytes for values in leaves.values())
+        for part in np.array_split(np.arange(len(rows)), size // _MOST_WAITING + 1):
+            given = [(("rows", name), rows[part], values[part]) for name, values in leaves.items()]
+            self._commit(self.progress, given, until)
+            until = None
+        self._is_known = False
+
+    @contextlib.contextmanager
+    def anew(self) -> Iterator[None]:
+        """Give room for other rows, until the block ends. Those from before come back if it does
+        not note which rows there are, by `end`."""
+        before = self._files
+        # Rows that are not there need no files of their own while others come.
+        if (self.progress[FIRST] < self.progress[END]).any():
+            self._files = self._made()
+        try:
+            yield
+        finally:
+            if self._named is not before:
+                self.flush()
+            for one in {before, self._files} - {self._named}:
+                one.close()
+                shutil.rmtree(one.folder, ignore_errors=True)
+            self._files = self._named
+
+    def _commit(self, progress: np.ndarray, values: Any = (), until: Any = None) -> None:
+        """Note the progress, and values that take the place of others; then write these.
+
+        Args:
+          progress: int64[3, E].
+          values: Kind and name of what they are of, their rows, int64[K], and values, each.
+          until: As for `end`.
+        """
+        with self._transaction() as database:
+            given = self._text, self._files.folder.name, progress.tobytes()
+            database.execute("UPDATE journal SET about = ?, files = ?, progress = ?", given)
+            for key, rows, new in values:
+                content = np.ascontiguousarray(new, self._files.arrays[key].dtype).tobytes()
+                given = *key, np.asarray(rows, np.int64).tobytes(), content
+                database.execute("INSERT INTO waiting VALUES (?, ?, ?, ?)", given)
+            if until is not None:
+                self._take_token(until)
+        self.progress, self._named = progress, self._files
+        self._put(values)
+
+    def _put(self, values: Any) -> None:
+        """Write values that wait in the database, as `_commit` has them."""
+        if values:
+            for key, rows, new in values:
+                self._files.write(key, rows, new)
+            with self._transaction() as database:
+                database.execute("DELETE FROM waiting")
+
+    def _waiting(self) -> list[Any]:
+        """Return the values that wait in the database, as `_commit` has them."""
+        found = []
+        for *key, place, content in self._database.execute("SELECT * FROM waiting"):
+            array = self._files.arrays[tuple(key)]
+            rows, values = np.frombuffer(place, np.int64), np.frombuffer(content, array.dtype)
+            found.append((tuple(key), rows, values.reshape(len(rows), *array.shape[1:])))
+        return found
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[Any]:
+        """Yield the database. What it is told is kept when the block ends, or none of it."""
+        if self._database is None:
+            raise RuntimeError("rows in files cannot be changed by a fork of their process")
+        with _told(self._folder):
+            self._database.execute("BEGIN")
+            try:
+                yield self._database
+                self._database.execute("COMMIT")
+            except BaseException:
+                self._database.rollback()
+                raise
 
     # Saved indices.
 
-    def go_on_from(self, end: np.ndarray) -> None:
-        """Take another token, before the rows go on from the numbers int64[E]."""
-        limits = {**self._about["branches"], self.token: end}
-        branches = {token: np.minimum(limit, end).tolist() for token, limit in limits.items()}
-        self._renew(dict([*branches.items()][-_MOST_BRANCHES:]))
+    @property
+    def token(self) -> str:
+        newest = "SELECT token FROM tokens ORDER BY number DESC LIMIT 1"
+        return self._database.execute(newest).fetchone()[0]
 
-    def begin_rewrite(self) -> None:
-        # no checkpoint of the index may find other values than it had
-        if self._is_saved or self._about["branches"]:
-            self._renew({})
-
-    def _renew(self, branches: Mapping[str, Any]) -> None:
-        """Take another token.
-
-        Args:
-          branches: Earlier tokens, each with the numbers of each env's first row that may be
-            replaced, int64[E], as lists.
-        """
-        about = {**self._about, "branches": branches, "token": secrets.token_hex(8)}
-        try:
-            _write_json(self._files["folder"], about)
-        except FileNotFoundError as error:
+    def _take_token(self, until: np.ndarray) -> None:
+        """Take another token, before the rows from the numbers int64[E] on change."""
+        if not os.fstat(self._file_of_folder).st_nlink:
             why = "the folder was deleted while its rows were in use"
-            raise FileNotFoundError(errno.ENOENT, why, str(self._rows)) from error
-        self._about, self._is_saved = about, False
+            raise FileNotFoundError(errno.ENOENT, why, str(self._folder))
+        tokens = self._database.execute("SELECT number, until FROM tokens").fetchall()
+        limits = [
+            (np.minimum(self._limit(limit), until).astype(np.int64).tobytes(), number)
+            for number, limit in tokens
+        ]
+        self._database.executemany("UPDATE tokens SET until = ? WHERE number = ?", limits)
+        new = "INSERT INTO tokens (token) VALUES (?)"
+        last = self._database.execute(new, [secrets.token_hex(8)]).lastrowid
+        self._database.execute("DELETE FROM tokens WHERE number <= ?", [last - _MOST_TOKENS])
+
+    def _limit(self, until: bytes | None) -> np.ndarray:
+        return self.progress[END] if until is None else np.frombuffer(until, np.int64)
 
     def since(self, token: str, end: np.ndarray) -> np.ndarray | None:
         """Return the number of the oldest row of each env, int64[E], that was not overwritten since
         the rows had a token; None if they never had it, or if a row before int64[E] is not there,
         or was replaced by another one of the same number."""
-        first, newest, _ = self.progress
-        # `first` grows, or falls to the end of a load that leaves no row: older rows are gone.
-        limit = {**self._about["branches"], self.token: newest}.get(token, np.full_like(end, -1))
-        return first if (end <= limit).all() else None
+        of_token = "SELECT until FROM tokens WHERE token = ?"
+        found = self._database.execute(of_token, [token]).fetchone()
+        # `FIRST` grows, or falls to the end of a load that leaves no row: older rows are gone.
+        is_there = found is not None and (end <= self._limit(found[0])).all()
+        return self.progress[FIRST] if is_there else None
 
     def flush(self) -> str | None:
-        for file in self._files.values():
-            getattr(os, "fdatasync", os.fsync)(file)
-        self._is_saved = True
+        self._files.flush()
+        with _told(self._folder):
+            self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        self._is_known = True
         return self.token
 
     def close(self) -> None:
         """Unlock the folder. The rows stay there."""
-        super().close()
+        if self._files is not None:
+            self._files.close()
         self._closed()
-        self._maps, self.journal = {}, {}
 
 
 def leaves_of(folder: Any) -> dict[str, jax.ShapeDtypeStruct]:
     """Return shape and dtype of a row of each leaf that a folder has, by name; {} without rows.
 
     Raises:
+      BlockingIOError: Another process, or another object here, has the folder open.
       ValueError: They cannot be read.
     """
-    path = pathlib.Path(folder) / "rows" / "rows.json"
-    if not path.parent.exists():
+    folder = pathlib.Path(folder)
+    if not (folder / _DATABASE).exists():
         return {}
-    return {name: spec_of(text) for name, text in _found_about(path)["leaves"].items()}
+    with contextlib.closing(_connected(folder)) as database:
+        found = _found(database, folder)
+    return {} if found is None else {x: spec_of(text) for x, text in found[0]["leaves"].items()}
 
 
-def _found_about(path: pathlib.Path) -> dict[str, Any]:
-    """Return what a folder says of its rows. Raises a ValueError if it is damaged."""
-    _check_file(path)
+_DATABASE = "journal.sqlite"
+
+
+def _connected(folder: pathlib.Path) -> sqlite3.Connection:
+    """Return the database of a folder, which is locked."""
+    for name in (_DATABASE, f"{_DATABASE}-wal"):
+        array_files.check_file(folder / name)
+    with _told(folder):
+        database = sqlite3.connect(
+            folder / _DATABASE, timeout=0, isolation_level=None, check_same_thread=False
+        )
+        try:
+            # One process, which needs no shared memory, and waits for the disk now and then alone.
+            for setting in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = 1"):
+                database.execute(f"PRAGMA {setting}")
+            database.execute("BEGIN IMMEDIATE")
+            if not database.execute("PRAGMA user_version").fetchone()[0]:
+                for line in _TABLES.split(";"):
+                    database.execute(line)
+                database.execute(f"PRAGMA user_version = {_FORMAT}")
+            database.execute("COMMIT")
+        except BaseException:
+            database.close()
+            raise
+    return database
+
+
+def _found(database: Any, folder: pathlib.Path) -> tuple[dict[str, Any], str, np.ndarray] | None:
+    """Return what a database says: what the rows are, the folder of their files, and the progress;
+    None without rows. Raises a ValueError if it is damaged."""
+    path = folder / _DATABASE
+    with _told(folder):
+        if (version := database.execute("PRAGMA user_version").fetchone()[0]) != _FORMAT:
+            raise ValueError(f"{path} has the format {version}; this version reads {_FORMAT}")
+        line = database.execute("SELECT * FROM journal").fetchone()
     try:
-        found = json.loads(path.read_text())
-        if found["format"] == _FORMAT:
-            bytes.fromhex(found["token"] + found.get("id", ""))
-            for text in found["leaves"].values():
-                spec_of(text)
-            for limits in found["branches"].values():
-                numbers = np.array(limits)
-                if numbers.shape != (found["num_envs"],) or numbers.dtype.kind != "i":
-                    raise ValueError("branches have other numbers")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        text, files, progress = line
+        if text is None:
+            return None
+        about = json.loads(text)
+        bytes.fromhex(about["id"])
+        for leaf in about["leaves"].values():
+            spec_of(leaf)
+        if not re.fullmatch(r"rows-\d+", files):
+            raise ValueError(f"no folder {files!r}")
+        numbers = np.frombuffer(progress, np.int64).reshape(3, about["num_envs"])
+        first, end, flags = numbers
+        is_possible = (first >= 0) & (first <= end) & (end <= first + about["length"])
+        if not (is_possible & (flags >= 0) & (flags < 256)).all():
+            raise ValueError("it has numbers of rows that cannot be")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error!r}") from error
-    if found["format"] != _FORMAT:
-        raise ValueError(f"{path} has the format {found['format']!r}; this version reads {_FORMAT}")
-    return found
+    return about, files, numbers
 
 
-def _close_all(files: dict[Any, int]) -> None:
-    for file in files.values():
-        os.close(file)
-    files.clear()
+@contextlib.contextmanager
+def _told(folder: pathlib.Path) -> Iterator[None]:
+    """Raise what a database raises as an OSError, or a ValueError if it is damaged."""
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the kind of the error
+        if code == sqlite3.SQLITE_BUSY:
+            raise BlockingIOError(
+                errno.EAGAIN,
+                "its rows are in use by another process, or by another buffer of this one; one at "
+                "a time may open them",
+                str(folder),
+            ) from None
+        if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR):
+            raise ValueError(f"{folder / _DATABASE} is damaged: {error}") from error
+        number = errno.ENOSPC if code == sqlite3.SQLITE_FULL else errno.EIO
+        raise OSError(number, f"the journal of the rows: {error}", str(folder)) from error
 
 
-def _file_name(nth: int, key: tuple[str, str]) -> str:
-    """Return the name of a file, with its number, since names of leaves may be long, or differ in
-    signs that a file's name cannot have."""
-    return f"{nth}-{re.sub(r'[^A-Za-z0-9_.-]', '_', '.'.join(key).rstrip('.'))[:100]}.npy"
-
-
-def _give_up_locks() -> None:
-    """Close the locks of a process in a fork of it, which would keep the folders locked."""
+def _give_up_databases() -> None:
+    """Keep a fork of a process from closing the databases of its parent, which would delete what
+    that writes: they are neither used there nor freed."""
     for store in list(_OPEN):
-        if (lock := store._files.pop("lock", None)) is not None:
-            os.close(lock)
+        store._closed.detach()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(store._database))
+        store._database = None
+
+
+def _end(database: sqlite3.Connection, file: int) -> None:
+    database.close()
+    os.close(file)
 
 
 _OPEN: weakref.WeakSet[FileRows] = weakref.WeakSet()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_give_up_locks)
-
-
-def _mark(about: Mapping[str, Any], nth: int) -> bytes:
-    """Return the last bytes of a file, after its array: whose it is, and which. Those of earlier
-    versions have none."""
-    return bytes.fromhex(about["id"]) + nth.to_bytes(8, "little") if "id" in about else b""
-
-
-def _check_file(path: pathlib.Path) -> None:
-    """Raise a ValueError for what would be waited for, such as a named pipe."""
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is no regular file, so that the rows are damaged")
-
-
-def _locked(path: pathlib.Path) -> int:
-    """Return an open file that is locked."""
-    _check_file(path)
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        owner = os.pread(file, 100, 0).decode(errors="replace") or "unknown"
-        os.close(file)
-        raise BlockingIOError(
-            error.errno,
-            f"its rows are in use by the process {owner}; one at a time may open them",
-            str(path.parent),
-        ) from None
-    os.ftruncate(file, 0)
-    os.pwrite(file, str(os.getpid()).encode(), 0)
-    return file
-
-
-def _reserve(file: int, start: int, size: int) -> None:
-    """Reserve space of a file, filled with zeros."""
-    if not size:
-        return
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file, start, size)
-        return
-    zeros = bytes(2**20)
-    for at in range(start, start + size, len(zeros)):
-        os.pwrite(file, zeros[: start + size - at], at)
-
-
-def _write_json(folder: int, value: Any) -> None:
-    """Write rows.json in an open folder; a crash leaves the one before or the new one."""
-    here = lambda name, flags: os.open(name, flags, 0o644, dir_fd=folder)
-    with open("rows.new", "w", opener=here) as file:
-        json.dump(value, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace("rows.new", "rows.json", src_dir_fd=folder, dst_dir_fd=folder)
-    os.fsync(folder)
-
-
-def _sync(path: pathlib.Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    os.register_at_fork(after_in_child=_give_up_databases)

@@ -47,11 +47,10 @@ class HostRows:
         """Note that rows are about to be written, up to those before the numbers int64[E] of each
         env. Those that they overwrite are gone."""
 
-    def forget(self) -> None:
-        """Note that all rows are about to be replaced."""
-
-    def begin_rewrite(self) -> None:
-        """Note that leaves of rows that are there are about to change."""
+    def rewrite(self, leaves: Mapping[str, np.ndarray], rows: np.ndarray) -> None:
+        """Write leaves, [K, ...] by name, of rows that are there, int64[K]."""
+        for name, values in leaves.items():
+            self.write(name, rows, values)
 
     def flush(self) -> str | None:
         """Wait until all rows are where they outlast the process.

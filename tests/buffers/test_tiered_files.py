@@ -1,25 +1,27 @@
 """Rows in files: what is there after the end of a process, and what is wrong with a folder."""
 
+import contextlib
 import errno
 import functools
+import gc
 import json
 import os
 import pathlib
 import random
 import shutil
+import sqlite3
 import subprocess
 import sys
 import time
 import warnings
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxreplay as jr
 from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError
-from jaxreplay.storage import file_rows, row_flags
+from jaxreplay.storage import file_rows
 from tests.conftest import ALL
 from tests.support import row_writer
 from tests.support.refusals import refused, warned
@@ -49,7 +51,7 @@ def fed(buffer, state, first, end):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def told(index, state):
+def counts_of(index, state):
     return state.lap, state.head, state.filled, index.size(state)
 
 
@@ -64,7 +66,7 @@ def of_device(end):
 
 def check_rows(tier, state, first, end):
     """Check that a state has exactly the steps `first` to `end - 1`, whole."""
-    lap, head, filled, size = map(int, told(tier.index, state))
+    lap, head, filled, size = map(int, counts_of(tier.index, state))
     assert (lap * LENGTH + head, filled) == (end, end - first)
     rows = np.asarray([env * LENGTH + n % LENGTH for n in range(first, end) for env in range(3)])
     whole = tier.whole(state)
@@ -82,47 +84,17 @@ def check_rows(tier, state, first, end):
         jax.tree.map(np.testing.assert_array_equal, found, batch)
 
 
-def test_what_a_checkpoint_says_is_on_the_disk_before_it_and_rows_json_whole(tmp_path, monkeypatch):
+def test_what_a_checkpoint_says_is_on_the_disk_before_it(tmp_path, monkeypatch):
     tier, state = opened(tmp_path / "rows")
-    state, calls = fed(tier, state, 0, 3), []
-
-    def record(module, name):
-        real = getattr(module, name)
-        path = lambda file: os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else file
-
-        def recorded(file, *given, **options):
-            calls.append(
-                (name.removeprefix("fdata").removeprefix("f"), os.path.basename(path(file)))
-            )
-            return real(file, *given, **options)
-
-        monkeypatch.setattr(module, name, recorded)
-
-    for name in ("fsync", "fdatasync", "replace"):
-        record(os, name)
-    saver = Checkpointer(tmp_path / "index", tier)
-    saver.save(state)
-    files = [path.name for path in files_of(tmp_path / "rows")]
-    assert {("sync", name) for name in files} <= {*calls[: len(files) + 2]}  # a lock and a folder
-    calls.clear()
-    saver.restore(example())
-    own = [call for call in calls if call[1] in ("rows.new", "rows")]
-    assert own == [("sync", "rows.new"), ("replace", "rows.new"), ("sync", "rows")]
-
-
-def test_progress_is_that_before_a_call_or_that_after_it_at_each_moment(tmp_path):
-    tier, state = opened(tmp_path)
-    state, seen = fed(tier, state, 0, 3), []
-    store = tier._store
-
-    class Watched(np.ndarray):
-        def __setitem__(self, *given):
-            super().__setitem__(*given)
-            seen.append(np.asarray(store.progress)[[0, 1], 0].tolist())
-
-    store._slots = store._slots.view(Watched)
-    tier.extend(state, steps(range(3, 55)))
-    assert [*map(list, dict.fromkeys(map(tuple, seen)))] == [[0, 3], [3, 3], [5, 55]]
+    state, calls, sync = fed(tier, state, 0, 3), [], os.fdatasync
+    path = lambda file: pathlib.Path(os.readlink(f"/proc/self/fd/{file}"))
+    monkeypatch.setattr(os, "fdatasync", lambda file: (calls.append(path(file)), sync(file)))
+    waiting = tmp_path / "rows" / "journal.sqlite-wal"
+    assert waiting.stat().st_size  # of the database
+    Checkpointer(tmp_path / "index", tier).save(state)
+    files = files_of(tmp_path / "rows")
+    assert sorted(calls[: len(files)]) == files
+    assert not waiting.stat().st_size
 
 
 @pytest.mark.xdist_group("killed")
@@ -132,7 +104,7 @@ def test_the_rows_of_a_killed_process_are_there(tmp_path):
         command = [sys.executable, "-m", "tests.support.row_writer", str(tmp_path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as process:
             said = process.stdout.read(8)  # it has begun
-            with refused(f"in use by the process {process.pid}; one at a time", BlockingIOError):
+            with refused("in use by another process, or by another buffer", BlockingIOError):
                 opened(tmp_path)
             time.sleep(rng.random() * 0.3)
             process.kill()
@@ -158,10 +130,10 @@ def pairs(tier, state):
 
 
 def test_the_streams_of_a_folder_end_when_it_is_opened_again(tmp_path):
-    tier, state = opened(tmp_path)
+    tier, state = opened(tmp_path / "rows")
     state = fed(tier, state, 0, 4)
     for continue_streams, joined in ((True, True), (False, False)):
-        shutil.copytree(tmp_path / "rows", tmp_path / f"{joined}" / "rows")
+        shutil.copytree(tmp_path / "rows", tmp_path / f"{joined}")
         other, found = opened(tmp_path / f"{joined}", continue_streams=continue_streams)
         for _ in range(2):  # also where it is closed before the next add
             other.close()
@@ -170,43 +142,6 @@ def test_the_streams_of_a_folder_end_when_it_is_opened_again(tmp_path):
         own = {(0, 1), (1, 2), (2, 3), (15, 16), (16, 17)}
         assert pairs(other, found) == own | ({(3, 15)} if joined else set())
         other.close()
-
-
-def test_an_add_that_is_cut_off_loses_what_it_would_overwrite_and_no_more(tmp_path):
-    tier, state = opened(tmp_path)
-    state = fed(tier, state, 0, 60)
-    check_rows(tier, state, 10, 60)
-    kill("write", lambda: fed(tier, state, 60, 70), nth=3)
-    for _ in range(2):  # the same buffer, and another one
-        state = tier.init(example())
-        check_rows(tier, state, 20, 60)
-        tier.close()
-        tier, state = opened(tmp_path)
-    state = fed(tier, state, 60, 65)
-    check_rows(tier, state, 20, 65)
-    check_rows(tier, fed(tier, state, 65, 75), 25, 75)
-
-
-def killed(*_, **__):
-    raise KeyboardInterrupt("killed")
-
-
-def kill(at, call, nth=1):
-    """Call a function, and kill it in its nth call of a method of `FileRows`, before that does
-    anything; with a "+" in front of its name after it has."""
-    calls, method = [], getattr(file_rows.FileRows, at.lstrip("+"))
-
-    def killed_at(*given):
-        calls.append(given)
-        if len(calls) == nth and at[0] == "+":
-            method(*given)
-        if len(calls) == nth:
-            killed()
-        return method(*given)
-
-    with pytest.MonkeyPatch.context() as patch, refused("killed", KeyboardInterrupt):
-        patch.setattr(file_rows.FileRows, at.lstrip("+"), killed_at)
-        call()
 
 
 def doubled(item):
@@ -236,42 +171,38 @@ def test_a_call_that_writes_no_row_of_a_page_changes_nothing_else(tmp_path, monk
         assert (rows.reshape(8, -1).T == [9, 10, 11, 4, 5, 6, 7, 8]).all(), name
 
 
-def test_a_kill_in_a_block_that_is_longer_than_the_ring_leaves_a_folder(tmp_path):
-    """Its first rows may be written over all rows before."""
-    tier, state = opened(tmp_path)
-    state = fed(tier, state, 0, 10)
-    kill("write", lambda: tier.extend(state, steps(range(10, 62))))
-    tier.close()
-    tier, state = opened(tmp_path)
-    assert tier._store.progress[:2].tolist() == [[10] * NUM_ENVS] * 2
-    state = fed(tier, state, 15, 18)
-    assert pairs(tier, state) == {(15, 16), (16, 17)}
-
-
 def test_a_folder_is_open_once(tmp_path):
     tier, _ = opened(tmp_path)
-    with refused(f"in use by the process {os.getpid()}; one at a time", BlockingIOError):
+    with refused("in use by another process, or by another buffer", BlockingIOError):
         opened(tmp_path)
     tier.close()
     opened(tmp_path)  # it is closed when it is collected, too
     opened(tmp_path)
 
 
-def test_a_fork_does_not_keep_the_folder_locked(tmp_path):
-    tier, _ = opened(tmp_path)
+def test_a_fork_neither_keeps_the_folder_locked_nor_changes_it(tmp_path):
+    """Also where it closes the rows, or ends as any process does."""
+    tier, state = opened(tmp_path)
+    state = fed(tier, state, 0, 3)
     ours, theirs = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # JAX's, of forks
         child = os.fork()
     if not child:
         os.close(theirs)
-        os.read(ours, 1)  # until the test ends
+        with refused("cannot be changed by a fork", RuntimeError):
+            tier._store.end(np.full(3, 9), 0)
+        tier.close()
+        gc.collect()
+        os.write(2, os.read(ours, 1))  # until the test ends
         os._exit(0)
     try:
-        with refused("in use by the process", BlockingIOError):
+        time.sleep(0.2)
+        state = fed(tier, state, 3, 5)
+        with refused("in use by another process", BlockingIOError):
             opened(tmp_path)
         tier.close()
-        opened(tmp_path)
+        check_rows(*opened(tmp_path), 0, 5)
     finally:
         os.close(theirs)
         os.close(ours)
@@ -296,29 +227,41 @@ def test_names_that_no_file_can_have_and_a_path_from_here(tmp_path, monkeypatch)
 
 
 def files_of(folder):
-    return sorted((folder / "rows").glob("*.npy"))
+    return sorted(folder.glob("rows-*/*.npy"))
 
 
 def cut(path):
     os.truncate(path, path.stat().st_size - 1)
 
 
-def overwrite(path, row, number):
-    np.load(path, mmap_mode="r+")[1:].reshape(2, 3, -1)[:, row] = number
+def told(line, *values):
+    """Return a function that tells the database of a folder a line, given its files."""
+
+    def tell(files):
+        with contextlib.closing(
+            sqlite3.connect(files[0].parents[1] / "journal.sqlite")
+        ) as database:
+            database.execute(line, values)
+            database.commit()
+
+    return tell
 
 
-def damage_json(**changed):
-    def damage(files):
-        path = files[0].with_name("rows.json")
-        path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+def about(**changed):
+    """Return as `told`, to change what the rows are."""
+    return told("UPDATE journal SET about = json_patch(about, ?)", json.dumps(changed))
 
-    return damage
+
+def progress(first, end):
+    return told(
+        "UPDATE journal SET progress = ?", np.array([[first] * 3, [end] * 3, [0] * 3]).tobytes()
+    )
 
 
 def pipe(name):
     def damage(files):
         path = files[0].parent / name
-        path.unlink()
+        path.unlink(missing_ok=True)
         os.mkfifo(path)
 
     return damage
@@ -328,36 +271,39 @@ def swap(files):
     """Give rewards the file of actions, which has the same shape and size in another buffer."""
     tier, _ = opened(files[0].parents[1] / "twin")
     tier.close()
-    shutil.copy(files[0].parents[1] / "twin" / "rows" / files[1].name, files[1])
+    shutil.copy(files_of(files[0].parents[1] / "twin")[1], files[1])
+
+
+def overwrite(files):
+    (files[0].parents[1] / "journal.sqlite").write_bytes(b"x" * 10_000)
 
 
 DAMAGE = {
-    "has .* bytes, not .*: it is cut": lambda files: cut(files[1]),
-    "is no array file": lambda files: files[1].write_bytes(b"x" * 1000),
+    "is cut or damaged": lambda files: cut(files[1]),
+    r"is no array file of int32\[150\]": lambda files: files[1].write_bytes(b"x" * 1000),
     "is missing, so that the rows are damaged": lambda files: files[2].unlink(),
-    r"0-rows.obs.image.npy has int32\[150\], not int32\[150, 1500\]": lambda files: shutil.copy(
+    r"0-rows.obs.image.npy is no array file of int32\[150, 1500\]": lambda files: shutil.copy(
         files[1], files[0]
     ),
-    "rows.json has the format 99; this version reads 2": damage_json(format=99),
-    "rows.json is damaged": lambda files: files[0].with_name("rows.json").write_text("[]"),
-    "rows.json is damaged: Rec": lambda files: (
-        files[0].with_name("rows.json").write_text("[" * 100_000)
-    ),
-    "rows.json is damaged: Attr": damage_json(leaves=[1]),
-    "rows.json is damaged: .*'list'": damage_json(leaves={"x": []}),
-    "rows.json is damaged: .*no dtype": damage_json(leaves={"x": "int32"}),
-    "rows.json is damaged: .*'int'": damage_json(branches=3),
-    "rows.json is damaged: .*other numbers": damage_json(branches={"a": ["x"] * 3}),
-    "rows.json is damaged: .*numbers": damage_json(branches={"a": [1] * 2}),
-    "rows.json is damaged: .*hex": damage_json(token="x"),
-    "rows.json is no regular file": pipe("rows.json"),
+    "journal.sqlite has the format 99; this version reads 3": told("PRAGMA user_version = 99"),
+    "journal.sqlite is damaged: file is not a database": overwrite,
+    "journal.sqlite is damaged: no such table": told("DROP TABLE journal"),
+    "journal.sqlite is damaged: Type.*NoneType": told("DELETE FROM journal"),
+    "journal.sqlite is damaged: Type": told("UPDATE journal SET about = '[]'"),
+    "journal.sqlite is damaged: Rec": told("UPDATE journal SET about = ?", "[" * 100_000),
+    "journal.sqlite is damaged: Attr": about(leaves=[1]),
+    "journal.sqlite is damaged: .*'list'": about(leaves={"x": []}),
+    "journal.sqlite is damaged: .*no dtype": about(leaves={"x": "int32"}),
+    "journal.sqlite is damaged: .*hex": about(id="x"),
+    "journal.sqlite is damaged: .*no folder": told("UPDATE journal SET files = '../rows-1'"),
+    "journal.sqlite is damaged: .*bytes": told("UPDATE journal SET progress = 'x'"),
+    "journal.sqlite is no regular file": pipe("../journal.sqlite"),
+    "journal.sqlite-wal is no regular file": pipe("../journal.sqlite-wal"),
     "1-rows.obs.x.npy is no regular file": pipe("1-rows.obs.x.npy"),
-    "lock is no regular file": pipe("../lock"),
     "1-rows.obs.x.npy is the file of another folder": swap,
     # the oldest rows are newer than the newest, and more rows than a ring has
-    "the journal has numbers of rows that cannot be": lambda files: overwrite(files[-1], 0, 9),
-    "the journal has numbers of rows .*be": lambda files: overwrite(files[-1], 1, LENGTH + 1),
-    "rows.json is damaged:": lambda files: files[0].with_name("rows.json").unlink(),
+    "it has numbers of rows that cannot be": progress(9, 0),
+    "it has numbers of rows .*be": progress(0, LENGTH + 1),
 }
 
 
@@ -413,7 +359,7 @@ def test_a_folder_of_another_buffer_is_refused(tmp_path):
     # another view and another sampler go on with the rows
     other = jr.sequences(capacity=150, **shared, autoreset="next_step", length=3)
     tier, state = opened(tmp_path, other)
-    assert told(tier.index, state)[-1] == jr.jit(other).size(tier.whole(state)) > 20
+    assert counts_of(tier.index, state)[-1] == jr.jit(other).size(tier.whole(state)) > 20
 
 
 def test_masked_rows_need_a_buffer_with_a_mask(tmp_path):
@@ -438,7 +384,7 @@ def test_a_full_disk_is_an_error_of_init(tmp_path, monkeypatch):
     )
     with refused("No space left", OSError):
         opened(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+    assert not [*tmp_path.glob("rows*")]
     tier, state = opened(tmp_path)
     check_rows(tier, fed(tier, state, 0, 3), 0, 3)
     # every byte is there before the first row is
@@ -569,20 +515,26 @@ def test_the_folder_keeps_few_earlier_tokens(tmp_path):
     fed(tier, state, 0, 3)
     store, end = tier._store, np.full(NUM_ENVS, 3)
     tokens = []
-    for _ in range(file_rows._MOST_BRANCHES + 10):
+    for _ in range(file_rows._MOST_TOKENS + 10):
         tokens.append(store.token)
-        store.go_on_from(end)
-    assert [store.since(token, end) is None for token in tokens] == [True] * 10 + [False] * 100
-    assert (tmp_path / "rows" / "rows.json").stat().st_size < 6000
+        store.end(end, 0, until=end)
+    assert [store.since(token, end) is None for token in tokens] == [True] * 11 + [False] * 99
 
 
-def test_a_token_that_could_not_be_written_is_not_taken(tmp_path, monkeypatch):
+def test_a_full_disk_changes_nothing_and_can_be_read(tmp_path, monkeypatch):
     tier, state = opened(tmp_path / "rows")
     state = fed(tier, state, 0, 10)
     saver = Checkpointer(tmp_path / "index", tier)
     saver.save(state)
+    database = tier._store._database
+    pages = database.execute("PRAGMA page_count").fetchone()[0]
+    database.execute(f"PRAGMA max_page_count = {pages}")
+    numbers = np.arange(3000)
+    with refused("the journal of the rows: database or disk is full", OSError):
+        tier._store.rewrite({"reward": np.zeros(3000, np.float32)}, numbers)
+    database.execute("PRAGMA max_page_count = 1000000")
     with pytest.MonkeyPatch.context() as patch, refused("No space left", OSError):
-        patch.setattr(file_rows, "_write_json", full)
+        patch.setattr(file_rows.FileRows, "_take_token", full)
         saver.restore(example())
     state = fed(tier, state, 10, 12)
     saver.save(state)
@@ -590,106 +542,12 @@ def test_a_token_that_could_not_be_written_is_not_taken(tmp_path, monkeypatch):
     tier, state = opened(tmp_path / "rows")
     check_rows(tier, Checkpointer(tmp_path / "index", tier).restore(example()), 0, 12)
     tier.close()
-    monkeypatch.setattr(file_rows, "_write_json", full)
-    check_rows(*opened(tmp_path / "rows"), 0, 12)  # a full disk can be read
+    monkeypatch.setattr(file_rows.FileRows, "_take_token", full)
+    check_rows(*opened(tmp_path / "rows"), 0, 12)
 
 
 def full(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def saved_and_gone_on(tmp_path):
-    """Return a folder with the steps 10 to 59, and a tier over it, of which a checkpoint of the
-    first 20 steps was saved, and one with a copy of its rows."""
-    tier, state = opened(tmp_path / "rows")
-    state = fed(tier, state, 0, 20)
-    Checkpointer(tmp_path / "index", tier).save(state, step=0)
-    Checkpointer(tmp_path / "copy", tier).save(state, step=0, copy=True)
-    return tier, fed(tier, state, 20, 60)
-
-
-REPLACED = {
-    "adopt, before it": ("adopt", "jaxreplay.storage.file_rows.FileRows._renew"),
-    "adopt, at its begin": ("adopt", "jaxreplay.storage.file_rows.FileRows._announce"),
-    "restore, at its begin": ("restore", "jaxreplay.checkpoint.rows.put"),
-}
-
-
-@pytest.mark.parametrize("when", REPLACED)
-def test_a_kill_while_rows_are_replaced_leaves_no_saved_row_that_is_gone(when, tmp_path):
-    tier, state = saved_and_gone_on(tmp_path)
-    other = jax.tree.map(jnp.array, tier.whole(state))
-    call, at = REPLACED[when]
-    with pytest.MonkeyPatch.context() as patch, refused("killed", KeyboardInterrupt):
-        patch.setattr(at, killed)
-        if call == "adopt":
-            tier.adopt(other)
-        else:
-            Checkpointer(tmp_path / "copy", tier).restore(example())
-    tier.close()
-    tier, state = opened(tmp_path / "rows")
-    try:
-        found = Checkpointer(tmp_path / "index", tier).restore(example())
-    except ValueError as error:
-        assert "the rows of this checkpoint are not in" in str(error)  # noqa: PT017
-    else:
-        check_rows(tier, found, 10, 20)
-
-
-@pytest.mark.parametrize("nth", [1, 2])
-def test_a_kill_while_the_rows_go_back_leaves_rows_with_their_flags(nth, tmp_path):
-    tier, _ = saved_and_gone_on(tmp_path)
-    kill("end", lambda: Checkpointer(tmp_path / "index", tier).restore(example()), nth)
-    tier.close()
-    tier, state = opened(tmp_path / "rows")
-    check_rows(tier, state, 10, {1: 60, 2: 20}[nth])
-
-
-def waits(what):
-    """Return a mark of a test that fails until the journal is another one."""
-    return pytest.mark.xfail(strict=True, reason=f"the journal does not know of {what} yet")
-
-
-@waits("rows that are written again")
-@pytest.mark.parametrize("call", ["write", "map_rows"])
-def test_a_kill_in_a_write_leaves_each_row_whole(call, tmp_path):
-    tier, state = of_items(tmp_path)
-    mapped = lambda: tier.map_rows(state, doubled, block=8)
-    kill("write", mapped if call == "map_rows" else lambda: written(tier, state), nth=2)
-    tier.close()
-    tier.init(ITEM)
-    assert tier._store.arrays["x"].tolist() == tier._store.arrays["y"].tolist()
-
-
-def left_by_a_kill(at, folder, call):
-    """Return the tier and the state of a folder after a call that was killed."""
-    tier, state = opened(folder)
-    state = fed(tier, state, 0, 4)
-    kill(at, lambda: call(tier, state))
-    tier.close()
-    return opened(folder)
-
-
-@waits("a drop")
-def test_a_kill_in_a_drop_leaves_an_episode_that_can_be_dropped(tmp_path):
-    drop = lambda tier, state: tier.drop(state, np.ones(NUM_ENVS, bool))
-    tier, state = left_by_a_kill("+end", tmp_path, drop)
-    assert not told(tier.index, drop(tier, state))[-1]
-
-
-@waits("rows that are replaced")
-def test_a_kill_while_rows_are_replaced_leaves_those_before(tmp_path):
-    adopt = lambda tier, state: tier.adopt(jax.tree.map(jnp.array, tier.whole(state)))
-    check_rows(*left_by_a_kill("+forget", tmp_path, adopt), 0, 4)
-
-
-@waits("the flags and the end of a stream at once")
-def test_a_kill_in_end_streams_leaves_a_final_row_before_a_first_one(tmp_path):
-    tier, state = left_by_a_kill("end", tmp_path, lambda tier, state: tier.end_streams(state))
-    state = fed(tier, state, 15, 18)
-    last, following = np.asarray(state.rows.flags).reshape(NUM_ENVS, LENGTH)[:, 3:5].T
-    is_final, is_first = last & row_flags.FINAL != 0, following & row_flags.FIRST != 0
-    assert is_final.tolist() == is_first.tolist()
 
 
 def test_an_index_and_a_copy_are_saved_to_one_path(tmp_path):
