@@ -285,10 +285,7 @@ class ReplayBuffer(Static, Generic[T]):
         state = check_donated("extend", self, state)
         given = mask, priority, envs
         block, envs = self._checked("extend", state, steps, *given, is_block=True)
-        time = jax.tree.leaves(block)[0].shape[0]
-        # A write must overwrite neither rows that wait for their window, nor rows that the newest
-        # ones look back to.
-        most = (self.length - self.window.length + 1) // state.layout.rows_per_step
+        time, most = jax.tree.leaves(block)[0].shape[0], self._most_steps
         num_full, rest = divmod(time, most)
         if num_full + bool(rest) > 1:
             shape = lambda leaf: (num_full, most, *leaf.shape[1:])
@@ -789,6 +786,12 @@ class ReplayBuffer(Static, Generic[T]):
             )
         return Episodes(state)
 
+    @property
+    def _most_steps(self) -> int:
+        """Steps that are written at once: they overwrite neither rows that wait for their window,
+        nor rows that the newest ones look back to."""
+        return (self.length - self.window.length + 1) // self.layout().rows_per_step
+
     def _write(
         self,
         state: ReplayState,
@@ -797,9 +800,7 @@ class ReplayBuffer(Static, Generic[T]):
         priority: jax.Array | None,
         envs: jax.Array | None,
     ) -> ReplayState:
-        """Write a block of steps, leaves [T, E, ...]. It is short enough to overwrite neither a row
-        that waits for its window, nor one that a new row looks back to.
-        """
+        """Write a block of at most `_most_steps`, leaves [T, E, ...]."""
         of_all = state.counters
         if envs is not None:
             state = state.replace(counters=of_all.of(envs))

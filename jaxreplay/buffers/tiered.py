@@ -9,7 +9,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Callable, Iterator
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,8 @@ from jaxreplay.buffers.map_rows import block_of, traced
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import check_not_deleted, example_of, is_alive
 from jaxreplay.storage import (
-    agents,
     file_rows,
+    newest_row,
     platforms,
     ring,
     row_flags,
@@ -37,7 +37,6 @@ from jaxreplay.storage import (
 )
 from jaxreplay.storage.file_rows import END, FIRST, LAST_FLAGS, FileRows
 from jaxreplay.storage.host_rows import HostRows
-from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.state import Counters, ReplayState, Rows
 from jaxreplay.storage.stored_arrays import BitsArray, HostArray
 from jaxreplay.types import Index, Sample, SampleOptions, Step
@@ -280,7 +279,7 @@ class Tiered:
         Raises:
           ValueError: An argument does not fit the buffer; the error names the leaf.
         """
-        return self._append("add", state, step, (mask, priority), mask, envs)
+        return self._append("add", state, step, (mask, priority), envs)
 
     def extend(
         self,
@@ -306,7 +305,7 @@ class Tiered:
         Raises:
           ValueError: An argument does not fit the buffer; the error names the leaf.
         """
-        return self._append("extend", state, steps, (mask, priority), mask, envs)
+        return self._append("extend", state, steps, (mask, priority), envs)
 
     def _append(
         self,
@@ -314,8 +313,8 @@ class Tiered:
         state: ReplayState,
         steps: PyTree,
         given: tuple[Any, ...],
-        mask: Any = None,
         envs: Any = None,
+        reopens: Any = None,
     ) -> ReplayState:
         """Append a block of steps.
 
@@ -323,55 +322,68 @@ class Tiered:
           where: "add" or "extend".
           state: The newest state. Donated.
           steps: As for this method.
-          given: Its further arguments for the index.
-          mask: As for this method. Default: every env took every step.
+          given: The mask and the priority, as for this method.
           envs: As for this method. Default: all envs.
+          reopens: The last two arguments of `newest_row.reopen`, which comes first. Default: none.
         """
-        _check_outside(where, (state, mask, given))
-        array = lambda one: None if one is None else np.asarray(one)
-        mask, given = array(mask), tuple(map(array, given))
+        _check_outside(where, (state, given))
+        given = tuple(None if one is None else np.asarray(one) for one in given)
         store, steps, envs = self._checked(where, state, steps, given, envs)
         if where == "add":
-            steps, mask, given = jax.tree.map(lambda leaf: leaf[None], (steps, mask, given))
+            steps, given = jax.tree.map(lambda leaf: leaf[None], (steps, given))
+        most = self.index._most_steps
+        for start in range(0, len(jax.tree.leaves(steps)[0]), most):
+            part = jax.tree.map(lambda leaf, at=start: leaf[at : at + most], (steps, given))
+            append = functools.partial(self._append_part, store, state, *part, envs, reopens)
+            state, reopens = self._undivided(state, append), None
+        return state
+
+    def _append_part(
+        self, store: HostRows, state: ReplayState, steps: Any, given: Any, envs: Any, reopens: Any
+    ) -> ReplayState:
+        """Append as many steps as one call of the index can."""
+        # Their values, as they are stored: until the first is written, an error loses nothing.
         axes = jax.tree.leaves(steps)[0].shape[:2]
-        if not axes[0]:
-            return state
-        flags = np.zeros(axes, bool), None
-        values, final = steps, {}
+        flags, values, final = np.zeros(axes, bool), steps, {}
         if isinstance(steps, Step):
             flags = steps.terminated, steps.truncated
             values = steps.replace(terminated=None, truncated=None, final_obs=None)
             final = dict(named({"obs": steps.final_obs}))
-        row, is_written, number = self._rows_of(flags, mask, envs)
-        # Until the first value is stored, an error loses nothing.
-        stored, parts = dict(named(state.rows.steps, is_leaf=stored_arrays.is_compound)), []
-        every = 2 if final else 1  # the row of a step, and that of a final observation
-        for name, leaf in named(values):
-            rows, kept = row[::every], is_written[::every]
-            if name in final:
-                leaf = np.stack([leaf, final[name]], axis=1)
-                leaf = leaf.reshape(len(row), *leaf.shape[2:])
-                rows, kept = row, is_written
-            parts.append((name, rows[kept], _bits(leaf[kept], stored[name])))
+        stored = dict(named(state.rows.steps, is_leaf=stored_arrays.is_compound))
+        leaves = {name: _bits(leaf, stored[name]) for name, leaf in named(values)}
+        for name, leaf in final.items():
+            both = np.stack([leaves[name], _bits(leaf, stored[name])], axis=1)
+            leaves[name] = both.reshape(-1, *leaf.shape[1:])
+
+        before = self.num_written
+        after, told = _extend(self.index, state, flags, given, envs, reopens)
+        written, lap, position, last_flags = jax.device_get(told)
+        number = lap.astype(np.int64) * self.buffer.length + position
         self._wait_for_gathers(number)
+        row, is_written = written.row, written.is_written
+        store.begin(number)
+        for name, leaf in leaves.items():
+            every = len(row) // len(leaf)  # the row of a step alone, or that of a final one, too
+            kept = is_written[::every]
+            is_all = kept.all()
+            flat = leaf.reshape(-1, *leaf.shape[2:]) if is_all else leaf[kept]
+            store.write(name, row[::every].reshape(-1) if is_all else row[::every][kept], flat)
 
-        def append() -> ReplayState:
-            after = _extend(self.index, state, flags, given, envs)
-            reopened = self._reopened_by(given)
-            # Before the oldest rows go: a block as long as the ring leaves none, as a clear does.
-            noted = None
-            if isinstance(store, FileRows):
-                noted = self._noted(store, flags, envs, is_written, reopened)
-            store.begin(number)
-            for part in parts:
-                store.write(*part)
-            if noted is not None:
-                last = after.counters.last_flags
-                self._note(store, noted, row, is_written, number, reopened, last)
-            self.num_written = number
-            return after
-
-        return self._undivided(state, append)
+        # What is known of them.
+        self.num_written = number
+        if isinstance(store, FileRows):
+            is_new, again = is_written, []
+            if reopens is not None:  # the newest row is written again, and the one before changes
+                mask, was_first = reopens
+                is_new = np.concatenate([is_written[:1] & ~mask, is_written[1:]])
+                rows = self._newest(before - mask)[mask], row[0][mask]
+                known = np.where(was_first, row_flags.FIRST, 0)[mask], written.flags[0][mask]
+                again.append(("flags", np.concatenate(rows), np.concatenate(known)))
+            for name, of_rows in (("flags", written.flags), ("agents", written.agents)):
+                if of_rows is not None:
+                    store.journal[name][row[is_new]] = of_rows[is_new]
+            store.end(number, 0 if last_flags is None else last_flags, known=again)
+        return after
 
     def _undivided(self, state: ReplayState, call: Callable[[], ReplayState]) -> ReplayState:
         """Return the state that a call makes of one, which it donates. An interrupt waits for its
@@ -399,14 +411,6 @@ class Tiered:
             )
         check_not_deleted(where, state)
 
-    def _reopened_by(self, given: Any) -> Any:
-        """Return of which envs a block replaces the newest row, bool[E], and the flags of the rows
-        before these, uint8[E]. For subclasses to override. Default: None, of none.
-
-        Args:
-          given: The further arguments of the method.
-        """
-
     def _checked(
         self, where: str, state: ReplayState, steps: PyTree, given: tuple[Any, ...], envs: Any
     ) -> tuple[HostRows, PyTree, Any]:
@@ -425,92 +429,11 @@ class Tiered:
         specs = [jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype) for x in leaves]
         known = where, structure, tuple((spec.shape, spec.dtype) for spec in specs)
         if known not in self._known:
-            call = getattr(self.index, where)
+            call = functools.partial(getattr(ReplayBuffer, where), self.index)
             add = lambda state, given, envs: call(state, *given, **_options_of(envs))
             jax.eval_shape(add, state, *jax.tree.unflatten(structure, specs))
             self._known.add(known)
         return store, steps, envs
-
-    def _rows_of(
-        self, flags: Any, mask: Any, envs: Any
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the row that each step of a block is written to, int64[K, E]; whether it is
-        written, bool[K, E]; and the number of rows that each env has then, int64[num_envs]."""
-        terminated, truncated = flags
-        is_written = np.ones(terminated.shape[:2], bool) if mask is None else mask
-        if self.buffer.autoreset == "same_step":
-            done = terminated | truncated
-            is_written = np.stack([is_written, is_written & done], axis=1)
-            is_written = is_written.reshape(2 * len(done), done.shape[1])
-        env = np.arange(self.buffer.num_envs) if envs is None else envs
-        is_env = (env >= 0) & (env < self.buffer.num_envs)
-        is_written, env = is_written & is_env, np.where(is_env, env, 0)
-        nth = np.cumsum(is_written, axis=0)
-        position = ring.position_of(self.num_written[env] + nth - 1, self.buffer.length)
-        number = self.num_written.copy()
-        np.add.at(number, env, nth[-1])
-        return env * self.buffer.length + position, is_written, number
-
-    def _noted(self, store: FileRows, flags: Any, envs: Any, is_written: Any, reopened: Any) -> Any:
-        """Return what the journal has of a block, as the device counts it: the flags of its rows
-        and those of several agents, [K, E], or None.
-
-        Args:
-          store: The files.
-          flags: bool[T, E] or bool[T, E, A], of the steps: terminated, truncated.
-          envs: int[E], or None for all envs.
-          is_written: bool[K, E], whether each row is written.
-          reopened: As `_reopened_by` returns it.
-        """
-        last, found = store.progress[LAST_FLAGS].astype(np.uint8), (None, None)
-        if reopened is not None:
-            last = np.where(reopened[0], reopened[1], last).astype(np.uint8)
-        if (layout := self.index.layout()).autoreset is not None:
-            env = slice(None) if envs is None else np.where(is_written.any(axis=0), envs, 0)
-            of_agents = None
-            if "agents" in store.journal:
-                newest = self._newest(self.num_written)[env]
-                first, end = store.progress[[FIRST, END]][:, env]
-                is_cleared = (first == end) & (end >= layout.length)
-                of_agents = store.journal["agents"][newest], is_cleared
-            taken = is_written[:: layout.rows_per_step]
-            with jax.default_device(jax.devices("cpu")[0]):
-                found = _flags_of(layout, *flags, taken, last[env], of_agents)
-            found = jax.device_get(found)
-        return found
-
-    def _note(
-        self,
-        store: Any,
-        noted: Any,
-        row: Any,
-        is_written: Any,
-        number: Any,
-        reopened: Any,
-        last: Any,
-    ) -> None:
-        """Write to the journal which rows are complete, and their flags.
-
-        Args:
-          store: The files.
-          noted: What `_noted` returned.
-          row: int64[K, E], rows.
-          is_written: bool[K, E], whether each is written.
-          number: int64[num_envs], the number of each env's next row.
-          reopened: As `_reopened_by` returns it.
-          last: uint8[num_envs], flags of the newest rows, or None.
-        """
-        flags, of_agents = noted
-        known, is_new = [], is_written
-        if reopened is not None:
-            mask, before = reopened
-            rows = self._newest(self.num_written)[mask], row[0][mask]
-            known = [("flags", *map(np.concatenate, (rows, (before[mask], flags[0][mask]))))]
-            is_new = np.concatenate([is_written[:1] & ~mask, is_written[1:]])
-        for name, values in (("flags", flags), ("agents", of_agents)):
-            if values is not None:
-                store.journal[name][row[is_new]] = values[is_new]
-        store.end(number, 0 if last is None else np.asarray(last), known=known)
 
     def draw(
         self,
@@ -1069,17 +992,35 @@ def _check_outside(where: str, tree: PyTree) -> None:
 
 @functools.partial(program, changes=True)
 def _extend(
-    buffer: IndexBuffer, state: ReplayState, flags: Any, given: Any, envs: Any
-) -> ReplayState:
-    """Append a block of steps of which the flags are known."""
-    terminated, truncated = flags
-    axes = terminated.shape[:2]
+    buffer: IndexBuffer, state: ReplayState, flags: Any, given: Any, envs: Any, reopens: Any
+) -> tuple[ReplayState, Any]:
+    """Append a block of steps of which the flags are known. Return the state, and what is told of
+    it: the rows that were written, each env's place, and the flags of its newest row."""
+    if reopens is not None:
+        state = newest_row.reopen(state, *reopens)
+    axes = jax.tree.leaves(flags)[0].shape[:2]
     zeros = lambda leaf: jnp.zeros((*axes, *leaf.shape[1:]), leaf.dtype)
     steps = stored_arrays.tree_map(zeros, state.rows.steps)
     if buffer.autoreset is not None:
         final_obs = steps.obs if buffer.autoreset == "same_step" else None
+        terminated, truncated = flags
         steps = steps.replace(terminated=terminated, truncated=truncated, final_obs=final_obs)
-    return buffer.extend(state, steps, *given, **_options_of(envs))
+    of_all = state.counters
+    of_envs = of_all if envs is None else of_all.of(step_checks.as_envs(envs, buffer.num_envs))
+    _, written = writes.advance(state.replace(counters=of_envs), steps, given[0])
+    told = Told(written.row, written.is_written, written.flags, written.agents)
+    after = ReplayBuffer.extend(buffer, state, steps, *given, **_options_of(envs))
+    of_all = after.counters
+    return after, (told, of_all.lap, of_all.position, of_all.last_flags)
+
+
+class Told(NamedTuple):
+    """Rows that were written: fields of `writes.Writes`."""
+
+    row: Any
+    is_written: Any
+    flags: Any
+    agents: Any
 
 
 def _options_of(envs: Any) -> dict[str, Any]:
@@ -1118,28 +1059,6 @@ def _traced(index: IndexBuffer, state: ReplayState, trace: Any) -> ReplayState:
 @functools.partial(program, static=("batch_size",), on_one_core=True)
 def _draw(index: IndexBuffer, state: ReplayState, key: Key, options: Any, batch_size: Any) -> Plan:
     return index.plan("sample", state, key, batch_size=batch_size, **options)[1]
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _flags_of(
-    layout: Layout, terminated: Any, truncated: Any, taken: Any, last: Any, of_agents: Any
-) -> Any:
-    """Return the flags of the rows that a block writes, and the bytes of several agents.
-
-    Args:
-      layout: Layout of the state.
-      terminated: bool[T, E] or bool[T, E, A], as is `truncated`.
-      taken: bool[T, E], False where an env took no step.
-      last: uint8[E], flags of the newest rows.
-      of_agents: For several agents the two last arguments of `writes.bytes_of_agents`.
-    """
-    if of_agents is not None:
-        given = terminated, truncated, taken, last
-        of_agents = writes.bytes_of_agents(layout, *given, *of_agents)
-        terminated, truncated = agents.flags_of_env(of_agents)
-    assert layout.autoreset is not None
-    rows = row_flags.rows_of(layout.autoreset, terminated, truncated, taken, last)
-    return rows.flags, of_agents
 
 
 @jax.jit

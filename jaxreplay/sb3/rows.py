@@ -1,7 +1,6 @@
 """The rows of a drop-in buffer: whole transitions, each with its next observation, in a state that
 an owner changes."""
 
-import concurrent.futures
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from jaxreplay.buffers.tiered import Tiered
 from jaxreplay.sb3 import columns
 from jaxreplay.stateful.owner import StateOwner
 from jaxreplay.stateful.tiered_owner import TieredOwner
-from jaxreplay.storage import newest_row, row_flags
+from jaxreplay.storage import newest_row
 from jaxreplay.storage.file_rows import END, FileRows
 from jaxreplay.types import Step
 
@@ -83,22 +82,11 @@ class TransitionTier(Tiered):
           state: The newest state. Donated.
           steps: As for `TransitionBuffer.extend`, as are `goes_on` and `was_first`.
         """
+        self._begin_anew()
         is_continued = np.concatenate([goes_on[1:], np.zeros_like(goes_on[:1])])
         steps = steps.replace(truncated=~steps.terminated & ~is_continued)
-        given, before = (goes_on, was_first), self.num_written
-        self._checked("extend", state, steps, given, None)
-        concurrent.futures.wait([flight.future for flight in self._flights])
-        self.num_written = number = before - goes_on[0]
-        try:
-            return self._append("extend", state, steps, given)
-        except BaseException:
-            if self.num_written is number:  # nothing was appended
-                self.num_written = before
-            raise
-
-    def _reopened_by(self, given: Any) -> Any:
-        self._begin_anew()
-        return given[0][0], np.where(given[1][0], row_flags.FIRST, 0)
+        reopens = goes_on[0], was_first[0]
+        return self._append("extend", state, steps, (None, None), reopens=reopens)
 
 
 class RowsOwner(StateOwner):

@@ -1,5 +1,6 @@
 """Rows in files after a kill at any moment: those from before a call, or from after it."""
 
+import operator
 import random
 import shutil
 import sys
@@ -166,10 +167,14 @@ def check_left(name, before, after, found):
         assert found in (before, after)
         return
     first, end, rows = found
-    assert end in (before[1], after[1])
-    assert all(a <= b <= c for a, b, c in zip(before[0], first, after[0], strict=True))
-    for place, row in rows.items():  # none is missing: `rows_of` reads all of them
-        assert row in [one[2][place] for one in (before, after) if place in one[2]], place
+    assert end in (before[1], after[1]) or name == "over"  # which is divided
+    for which, found_there in enumerate((first, end)):
+        assert all(map(operator.le, before[which], found_there))
+        assert all(map(operator.le, found_there, after[which]))
+    for (env, number), row in rows.items():  # none is missing: `rows_of` reads all of them
+        if name != "over" or not before[1][env] <= number < after[0][env]:
+            place = env, number
+            assert row in [one[2][place] for one in (before, after) if place in one[2]], place
     if name in ROW_BY_ROW:
         assert len(rows) == len(before[2])
 
