@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,27 +15,37 @@ from jaxreplay._util.struct import Node, static_field
 from jaxreplay.buffers.jitted import program
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.storage import stored_arrays
-from jaxreplay.storage.split_programs import Split, split
+from jaxreplay.storage.split_programs import Request, Split, split
 from jaxreplay.storage.state import ReplayState
 from jaxreplay.storage.stored_arrays import BitsArray, HostArray
 from jaxreplay.types import Sample, Step
+
+
+class Chosen(Node):
+    """Rows of one buffer that are chosen, and not gathered yet.
+
+    Attributes:
+      rows: int32[R], the numbers of all rows to gather, one request after another.
+      laps: uint32[E], number of times that each env's ring had wrapped.
+      positions: int32[E], position of each env's next write.
+    """
+
+    rows: jax.Array
+    laps: jax.Array
+    positions: jax.Array
 
 
 class Plan(Node):
     """A batch whose rows are chosen, and not gathered yet.
 
     Attributes:
-      rows: int32[R], the numbers of all rows to gather, one request after another.
-      laps: uint32[E], number of times that each env's ring had wrapped.
-      positions: int32[E], position of each env's next write.
+      chosen: The rows, by the name of the buffer that has them: "", or that of a mixture's member.
       needed: What else is needed to make the batch of them: arrays [B, ...].
       known: The leaves of the batch that depend on no row: indices, probabilities, weights, [B].
       parts: The program that reads the batch, in two parts.
     """
 
-    rows: jax.Array
-    laps: jax.Array
-    positions: jax.Array
+    chosen: dict[str, Chosen]
     needed: list[jax.Array]
     known: list[jax.Array]
     parts: Split = static_field()
@@ -44,6 +54,50 @@ class Plan(Node):
     def batch(self) -> Sample[Any]:
         """The batch as far as it is known, with None in place of what depends on the rows."""
         return self.parts.joined(itertools.repeat(None), self.known)
+
+    def requests(self, member: str = "") -> list[tuple[str, Request]]:
+        """Return what is gathered of a buffer: the names of leaves, and requests."""
+        places = [(_place_of(request), request) for request in self.parts.requests]
+        return [(name, request) for (its, name), request in places if its == member]
+
+    def gathered(self, found: Mapping[str, list[Any]]) -> list[Any]:
+        """Return the rows in the order of all requests, from those of each buffer by name."""
+        left = {member: iter(leaves) for member, leaves in found.items()}
+        return [next(left[_place_of(request)[0]]) for request in self.parts.requests]
+
+
+def planned(
+    function: Callable[..., Any], arguments: Any, states: Mapping[str, ReplayState]
+) -> tuple[Plan, Any]:
+    """Return the plan of a function's result, and its other result, as `split` has them.
+
+    Args:
+      function: As for `split`.
+      arguments: Its arguments.
+      states: The states among these whose rows lie on the host, by the names of their buffers.
+    """
+    parts = split(function, *arguments)
+    numbers, needed, known, other = parts.first(*jax.tree.leaves(arguments))
+    chosen = {}
+    for member, state in states.items():
+        own = [
+            jnp.asarray(number, jnp.int32).reshape(-1)
+            for number, request in zip(numbers, parts.requests, strict=True)
+            if _place_of(request)[0] == member
+        ]
+        rows = jnp.concatenate([jnp.zeros(0, jnp.int32), *own])
+        chosen[member] = Chosen(rows, state.counters.lap, state.counters.position)
+    return Plan(chosen, needed, known, parts), other
+
+
+def _place_of(request: Request) -> tuple[str, str]:
+    """Return the names of the buffer and of the leaf that rows are requested of."""
+    return request.name if isinstance(request.name, tuple) else ("", request.name)
+
+
+def of_member(member: str, state: ReplayState) -> ReplayState:
+    """Return the state of an index as that of a mixture's member."""
+    return mapped(state, lambda name, leaf: absent((member, name), leaf))
 
 
 class IndexBuffer(ReplayBuffer[Any]):
@@ -76,22 +130,11 @@ class IndexBuffer(ReplayBuffer[Any]):
             after, batch = found if what == "pop" else (state, found)
             return batch, after.sampler if what == "pop" else None
 
-        arguments = state, rest, options
-        parts = split(call, *arguments)
-        numbers, needed, known, sampler = parts.first(*jax.tree.leaves(arguments))
-        flat = [jnp.asarray(number, jnp.int32).reshape(-1) for number in numbers]
-        plan = Plan(
-            rows=jnp.concatenate([jnp.zeros(0, jnp.int32), *flat]),
-            laps=state.counters.lap,
-            positions=state.counters.position,
-            needed=needed,
-            known=known,
-            parts=parts,
-        )
+        plan, sampler = planned(call, (state, rest, options), {"": state})
         return state.replace(sampler=sampler) if what == "pop" else state, plan
 
 
-def absent(name: str, leaf: Any) -> Any:
+def absent(name: Any, leaf: Any) -> Any:
     """Return a stored leaf as one whose rows lie on the host."""
     if isinstance(leaf, BitsArray):
         return leaf.replace(bits=absent(name, leaf.bits))

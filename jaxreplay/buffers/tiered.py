@@ -21,7 +21,7 @@ from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay._util.names import named, nested
 from jaxreplay._util.signals import defer_interrupts
 from jaxreplay.buffers import memory, step_checks
-from jaxreplay.buffers.index_buffer import IndexBuffer, Plan, absent, made, mapped
+from jaxreplay.buffers.index_buffer import Chosen, IndexBuffer, Plan, absent, made, mapped
 from jaxreplay.buffers.jitted import method, program, rebuild
 from jaxreplay.buffers.map_rows import block_of, traced
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
@@ -64,9 +64,9 @@ def _is_absent(leaf: Any) -> bool:
 
 @dataclasses.dataclass(eq=False)
 class _Flight:
-    """A batch that a thread gathers."""
+    """Rows that a thread gathers."""
 
-    plan: Plan
+    chosen: Chosen
     future: concurrent.futures.Future[Any]
 
 
@@ -506,11 +506,12 @@ class Tiered:
         """
         return self.index.plan("get", state, index, key, **options)[1]
 
-    def take(self, plan: Plan) -> list[np.ndarray]:
+    def take(self, plan: Plan, member: str = "") -> list[np.ndarray]:
         """Gather the rows of a plan, on the host.
 
         Args:
           plan: A plan, or several that a `lax.scan` stacked.
+          member: The name that a plan of several buffers has for this one. Default: "".
 
         Returns:
           What `read` takes.
@@ -520,13 +521,15 @@ class Tiered:
             or use `take_later`, for which an add waits.
         """
         _check_outside("take", plan)
-        return self._gather(plan, self._store_of("take"), self.num_written)
+        return self._gather(plan, member, self._store_of("take"), self.num_written)
 
-    def take_later(self, plan: Plan) -> "concurrent.futures.Future[list[np.ndarray]]":
+    def take_later(
+        self, plan: Plan, member: str = ""
+    ) -> "concurrent.futures.Future[list[np.ndarray]]":
         """Gather the rows of a plan in a thread. An add that would overwrite one of them waits.
 
         Args:
-          plan: As for `take`.
+          plan: As for `take`, as is `member`.
 
         Returns:
           The future of what `take` returns.
@@ -536,58 +539,61 @@ class Tiered:
         if self._thread is None:
             self._thread = concurrent.futures.ThreadPoolExecutor(1, "jaxreplay-rows")
         gather = transfers.allows(self._gather)
-        future = self._thread.submit(gather, plan, store, self.num_written)
+        future = self._thread.submit(gather, plan, member, store, self.num_written)
         self._flights = [one for one in self._flights if not one.future.done()]
-        self._flights.append(_Flight(plan, future))
+        self._flights.append(_Flight(plan.chosen[member], future))
         return future
 
-    def _gather(self, plan: Plan, store: HostRows, number: np.ndarray) -> list[np.ndarray]:
+    def _gather(
+        self, plan: Plan, member: str, store: HostRows, number: np.ndarray
+    ) -> list[np.ndarray]:
         """Gather the rows of a plan.
 
         Args:
           plan: The plan.
+          member: As for `take`.
           store: The store.
           number: int64[E], number of rows that each env has got.
         """
-        if not self._is_whole(plan, number):
+        if not self._is_whole(chosen := plan.chosen[member], number):
             raise ValueError(
                 "take: rows of this plan were overwritten since it was drawn; take it before the "
                 "next add, or call take_later at once, for which an add waits"
             )
-        rows, taken = np.asarray(plan.rows), {}
+        rows, taken = np.asarray(chosen.rows), {}
         found, start = [], 0
-        for request in plan.parts.requests:
+        for name, request in plan.requests(member):
             own = rows[..., start : start + request.size]
             start += request.size
-            place = request.name, own.tobytes()
+            place = name, own.tobytes()
             if place not in taken:
-                taken[place] = store.take(request.name, own)
+                taken[place] = store.take(name, own)
             leaf = taken[place]
             found.append(leaf.reshape(*own.shape[:-1], *request.shape, *leaf.shape[own.ndim :]))
         return found
 
-    def _is_whole(self, plan: Plan, number: np.ndarray) -> bool:
-        """Return whether all rows of a plan are still those that it chose.
+    def _is_whole(self, chosen: Chosen, number: np.ndarray) -> bool:
+        """Return whether all rows are still those that were chosen.
 
         Args:
-          plan: The plan.
+          chosen: The rows.
           number: int64[E], number of rows that each env got so far.
         """
         length = self.buffer.length
         lap, position = np.divmod(number, length)
-        since = (lap.astype(np.uint32) - np.asarray(plan.laps)).astype(np.int64) * length
-        since += position - np.asarray(plan.positions)
+        since = (lap.astype(np.uint32) - np.asarray(chosen.laps)).astype(np.int64) * length
+        since += position - np.asarray(chosen.positions)
         if not since.any():
             return True
-        env, place = np.divmod(np.asarray(plan.rows), length)
+        env, place = np.divmod(np.asarray(chosen.rows), length)
         at = lambda values: np.take_along_axis(np.asarray(values), env, axis=-1)
-        age = ring.position_of(at(plan.positions) - 1 - place, length)
+        age = ring.position_of(at(chosen.positions) - 1 - place, length)
         return bool((age + at(since) < length).all())
 
     def _wait_for_gathers(self, number: np.ndarray) -> None:
         """Wait for gathers of rows that a write would overwrite."""
         for flight in self._flights:
-            if not flight.future.done() and not self._is_whole(flight.plan, number):
+            if not flight.future.done() and not self._is_whole(flight.chosen, number):
                 concurrent.futures.wait([flight.future])
         self._flights = [one for one in self._flights if not one.future.done()]
 

@@ -22,11 +22,11 @@ from jax.interpreters import batching, mlir
 _rows_p = Primitive("rows_of_the_host")
 
 
-def rows_of(name: str, row: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def rows_of(name: Any, row: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Return rows of the host, in a function that `split` traces: [*row.shape, *shape].
 
     Args:
-      name: Name of the leaf.
+      name: Name of the leaf; with several buffers that of the buffer, and of the leaf.
       row: int32[...].
       shape: Shape of a row.
       dtype: Its dtype.
@@ -35,11 +35,11 @@ def rows_of(name: str, row: jax.Array, shape: tuple[int, ...], dtype: Any) -> ja
 
 
 @_rows_p.def_abstract_eval
-def _(row: Any, *, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
+def _(row: Any, *, name: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     return jax.core.ShapedArray((*row.shape, *shape), dtype)
 
 
-def _refuse(*_: Any, name: str, **params: Any) -> Any:
+def _refuse(*_: Any, name: Any, **params: Any) -> Any:
     raise ValueError(
         f"the rows of {name} lie on the host, which no program reads: use draw, take and read of "
         "the tiered buffer"
@@ -61,12 +61,12 @@ class Request:
     """Rows that a program reads.
 
     Attributes:
-      name: Name of the leaf.
+      name: Name of the leaf, as for `rows_of`.
       shape: Shape of the row numbers.
       size: Number of rows.
     """
 
-    name: str
+    name: Any
     shape: tuple[int, ...]
     size: int
 

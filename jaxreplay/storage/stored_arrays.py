@@ -55,7 +55,7 @@ class TiledArray(Node):
 class HostArray(Node):
     """Array whose rows lie outside of the device, which knows their shape and dtype alone."""
 
-    name: str = static_field()
+    name: Any = static_field()
     shape: tuple[int, ...] = static_field()
     dtype: Any = static_field()  # of the values
 
