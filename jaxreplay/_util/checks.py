@@ -183,7 +183,7 @@ def cast(name: str, array: np.ndarray, dtype: Any, why: str) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
         new = array.astype(dtype)
         if jnp.issubdtype(array.dtype, np.integer):
-            is_same = np.equal(new.astype(array.dtype), array)
+            is_same = np.equal(new.astype(array.dtype), array) & ((new < 0) == (array < 0))
             if jnp.issubdtype(dtype, jnp.floating):  # too large ones come back as any integer
                 is_same &= new.astype(np.float64) < float(int(jnp.iinfo(array.dtype).max) + 1)
         else:

@@ -351,6 +351,7 @@ def test_a_number_is_held_as_it_is_or_refused():
     for name, dtype, held, too_fine in (
         ("reward", np.float16, (1000.0, np.inf), (1e6,)),
         ("action", np.int8, (100,), (300,)),
+        ("action", np.int32, (np.uint32(7),), (np.uint32(2**32 - 1),)),  # -1 by its bits
         (
             "reward",
             np.float32,
