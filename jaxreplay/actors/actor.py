@@ -7,7 +7,7 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ from jaxreplay.actors.block import Block, News
 from jaxreplay.actors.outbox import Outbox, StoppedError
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.host import arrays
-from jaxreplay.host.staging import Staging
+from jaxreplay.host.arrays import Format
 from jaxreplay.types import Step
 
 
@@ -124,13 +124,10 @@ class Actor:
         self._sums = np.zeros((2, self.num_envs))  # return and length of the unfinished episodes
         self._logged: dict[tuple[int, str], tuple[float, int]] = {}  # sums and counts
         self._format: Any = None
-        self._staging: Any = None  # says whether a step fits
-        self._known: Any = None  # structure of the last step, as it was given
-        self._order: list[int | None] = []  # of its leaves as they are stored; None for the version
         self._stamp = np.zeros(self.num_envs, np.int32)  # the version
         self._first_version, self._since, self._waited = 0, time.monotonic(), 0.0
         if setup.example is not None:
-            self._begin(setup.example)
+            self._format = Format("start", setup, setup.example, self._stamped)
 
     @property
     def running(self) -> bool:
@@ -205,72 +202,47 @@ class Actor:
             raise ValueError(
                 "add: give a step, or its fields as keywords: add(obs=..., action=..., ...)"
             )
-        given = fields if step is None else step
-        leaves = self._quickly(given)
-        if leaves is None:
-            leaves = self._slowly(given)
+        given, axes = fields if step is None else step, (self.num_envs,)
+        leaves = self._format and self._format.on_host("add", axes, given, self._stamp)
         self._put(
-            leaves,
+            self._slowly(given) if leaves is None else leaves,
             self._per_env("mask", mask, bool),
             self._per_env("priority", priority, float),
             members,
         )
 
-    def _quickly(self, given: Any) -> list[Any] | None:
-        """Return the leaves of a step like the last one in order, if all are stored as they are."""
-        found, structure = jax.tree.flatten(given)
-        if self._known is None or structure != self._known:
-            return None
-        leaves = [self._stamp if at is None else found[at] for at in self._order]
-        return leaves if self._staging.is_plain(leaves) else None
-
     def _slowly(self, given: Any) -> list[Any]:
-        """Return the leaves of a step as they are stored, and note the order of leaves like it."""
-        buffer: Any = self._setup
-        step = self._stamped(arrays.as_stored("add", buffer, given))
-        step = jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, step)
-        if self._staging is None:
-            self._begin(arrays.example_of(buffer, arrays.own("add", step), None))
-        staging: Any = self._staging
-        leaves = staging.leaves_of(step, lambda: self._format.fit(arrays.own("add", step))[0])
-        if leaves is None:
-            self._refuse(step)
-        if isinstance(given, dict | Step):
-            found, self._known = jax.tree.flatten(given)
-            places = jax.tree.unflatten(self._known, range(len(found)))
-            step = self._stamped(arrays.as_stored("add", buffer, places), has_axis=True)
-            order = jax.tree.leaves(step)
-            self._order = [at if isinstance(at, int) else None for at in order]
-        return leaves
+        """Return the leaves of any step as they are stored."""
+        if self._format is None:
+            setup: Any = self._setup
+            first = arrays.own("add", arrays.as_stored("add", setup, given))
+            example = arrays.example_of(setup, first, None)
+            version = jax.ShapeDtypeStruct((), np.int32)
+            self._format = Format(
+                "add", setup, self._stamped("add", example, version), self._stamped
+            )
+        steps = self._format.steps("add", given, self._stamp)
+        if self.num_envs == 1:  # it needs no axis
+            lacks = lambda leaf, spec: leaf[None] if leaf.shape == spec.shape else leaf
+            steps = jax.tree.map(lacks, steps, self._format.specs)
+        self._format.check("add", steps, (self.num_envs,))
+        return [*map(np.asarray, jax.tree.leaves(steps))]
 
-    def _stamped(self, step: Any, has_axis: bool = False) -> Any:
-        """Return a step with an axis of envs, and with the version, if that is stored."""
-        setup, is_step = self._setup, isinstance(step, Step)
-        if is_step and not has_axis and np.ndim(step.terminated) == (setup.num_agents is not None):
-            step = jax.tree.map(lambda leaf: leaf[None], arrays.own("add", step))
-        if (key := setup.version_key) is None:
+    def _stamped(self, where: str, given: Any, version: Any) -> Any:
+        """Return a step with the version, if that is stored."""
+        step, key = arrays.as_stored(where, self._setup, given), self._setup.version_key
+        if key is None:
             return step
+        is_step = isinstance(step, Step)
         others = step.extras if is_step else step
         others = {} if others is None else others
         if not isinstance(others, dict):
             raise ValueError(
-                f"add: version_key={key!r} needs {'extras' if is_step else 'an item'} that are a "
-                f"dict, got {kind_of(others)}"
+                f"{where}: version_key={key!r} needs {'extras' if is_step else 'an item'} that are "
+                f"a dict, got {kind_of(others)}"
             )
-        stamped = {**others, key: self._stamp}
+        stamped = {**others, key: version}
         return step.replace(extras=stamped) if is_step else stamped
-
-    def _begin(self, example: PyTree) -> None:
-        buffer: Any = self._setup
-        self._format = arrays.StepFormat.of(buffer, example)
-        self._staging = Staging(self._format.specs, self.num_envs)
-
-    def _refuse(self, step: PyTree) -> NoReturn:
-        """Raise the error for a step that does not fit."""
-        of_all = lambda spec: jax.ShapeDtypeStruct((self.num_envs, *spec.shape), spec.dtype)
-        hint = f"a step has leaves [{self.num_envs}, ...], as the first step or example= has them"
-        checks.check_leaves("add", step, jax.tree.map(of_all, self._format.specs), hint)
-        raise ValueError(f"add: {hint}")
 
     def _per_env(self, name: str, given: Any, kind: type) -> Any:
         """Return a mask or priorities [e], or None if they are not given."""

@@ -3,9 +3,10 @@
 Inputs are copied, and cast to the dtypes of the first step. Outputs share memory.
 """
 
-import dataclasses
+import operator
 import sys
-from typing import Any, get_args
+from collections.abc import Callable
+from typing import Any, NamedTuple, get_args
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from jaxreplay._util.aliases import Framework, PyTree
 from jaxreplay._util.names import name_of, named
 from jaxreplay.buffers import step_checks
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
+from jaxreplay.types import Step
 
 NAMES: tuple[Framework, ...] = get_args(Framework)
 OUTSIDE = (
@@ -62,7 +64,9 @@ def own(where: str, tree: PyTree) -> Any:
     leaves, structure = jax.tree.flatten(tree)
     own = [_own_plainly(leaf) for leaf in leaves]
     if any(leaf is None for leaf in own):  # with key paths, which take longer than all else
-        return jax.tree_util.tree_map_with_path(lambda path, leaf: _own(where, path, leaf), tree)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: _own(f"{where}: {name_of(path) or 'the leaf'}", leaf), tree
+        )
     return jax.tree.unflatten(structure, own)
 
 
@@ -109,8 +113,7 @@ def _own_plainly(leaf: Any) -> Any:
     return narrow if (narrow == leaf).all() else None
 
 
-def _own(where: str, path: Any, leaf: Any) -> Any:
-    name = f"{where}: {name_of(path) or 'the leaf'}"
+def _own(name: str, leaf: Any) -> Any:
     if isinstance(leaf, Tracer):
         raise ValueError(f"{name} is being traced. {OUTSIDE}")
     if isinstance(leaf, jax.Array):
@@ -141,53 +144,222 @@ def _is_tensor(leaf: Any) -> bool:
     return torch is not None and isinstance(leaf, torch.Tensor)
 
 
-@dataclasses.dataclass(frozen=True)
-class StepFormat:
-    """Structure and dtypes of one env's step, or of an item."""
+class Block(NamedTuple):
+    """Steps that fit a buffer, in arrays that the caller cannot change.
 
-    specs: Any  # shapes and dtypes of its leaves
-    has_flags: bool  # a step, not an item
-    structure: Any  # of the tree
-    dtypes: tuple[Any, ...]  # of its leaves
-    first_ndim: int  # axes of the first leaf
+    Attributes:
+      steps: A `Step` or an item, leaves [T, e, ...] of the stored dtypes.
+      mask: bool[T, e], or None, as for `ReplayBuffer.extend`.
+      priority: [T, e], or None, likewise.
+      envs: int[e], or None, likewise.
+      num_steps: Number of steps over all envs.
+    """
 
-    @classmethod
-    def of(cls, buffer: ReplayBuffer, example: PyTree) -> "StepFormat":
-        specs = checks.specs("init", as_stored("init", buffer, example))
-        leaves, structure = jax.tree.flatten(specs)
-        named(specs)  # raises if two leaves have one name
-        return cls(
-            specs,
-            buffer.autoreset is not None,
-            structure,
-            tuple(leaf.dtype for leaf in leaves),
-            len(leaves[0].shape),
-        )
-
-    def fit(self, step: PyTree) -> tuple[Any, tuple[int, ...]]:
-        """Return the step in the format's dtypes, and the lengths of its leading axes: (), (E,) or
-        (T, E)."""
-        leaves, structure = jax.tree.flatten(step)
-        if structure == self.structure and any(
-            leaf.dtype != dtype for leaf, dtype in zip(leaves, self.dtypes, strict=True)
-        ):
-            paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(step)]
-            step = jax.tree.unflatten(structure, map(_cast, paths, leaves, self.dtypes))
-        if self.has_flags:
-            shape = np.shape(step.terminated)
-            return step, shape[: len(shape) - len(self.specs.terminated.shape)]
-        first = np.shape(leaves[0]) if leaves else ()
-        return step, first[: max(len(first) - self.first_ndim, 0)]
+    steps: Any
+    mask: Any
+    priority: Any
+    envs: Any
+    num_steps: int
 
 
-def _cast(path: Any, leaf: Any, dtype: Any) -> Any:
-    """Cast a leaf to a dtype of the same kind or a wider one; a ValueError names a number that it
-    cannot hold. Other leaves are returned as they are."""
-    if leaf.dtype == dtype or not np.can_cast(leaf.dtype, dtype, "same_kind"):
-        return leaf
-    return checks.cast(
-        f"add: {name_of(path)}", np.asarray(leaf), dtype, "as the first step or example= has it"
-    )
+class Format:
+    """Structure, shapes and dtypes of one env's step or of an item, by which callers' steps are
+    taken.
+
+    Args:
+      where: Name of the caller, for errors.
+      buffer: The buffer; or, if no `block` is made, what has its `autoreset`.
+      example: One env's step or an item, leaves with `shape` and `dtype`.
+      made: Called as made(where, *given); returns a step with all its leaves. Default: `as_stored`.
+      why: Reason for the dtypes, and the cure, for errors.
+      what: Description of the expected steps, for errors. Default: one of a step or a block.
+
+    Attributes:
+      specs: Shapes and dtypes, a tree.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        buffer: Any,
+        example: PyTree,
+        made: Callable[..., Any] | None = None,
+        why: str = "as the first step or example= has it",
+        what: str | None = None,
+    ):
+        self._buffer, self._why, self._what = buffer, why, what
+        self._made = made or (lambda where, given: as_stored(where, buffer, given))
+        self.specs = checks.specs(where, as_stored(where, buffer, example))
+        self._names, self._leaves = zip(*named(self.specs), strict=True)
+        self._structure = jax.tree.structure(self.specs)
+        self._known = jax.tree.structure(())  # of the last step, as it was given
+        self._order: list[int] = []  # of its leaves as they are stored
+        self._shapes: dict[tuple[int, ...], list[Any]] = {}  # and dtypes, by the leading axes
+
+    def on_host(self, where: str, axes: tuple[int, ...], *given: Any) -> list[np.ndarray] | None:
+        """Return the leaves of a step in the stored order and dtypes, [e, ...], if they are on the
+        host and fit, else None. Arrays of NumPy that are stored as they are are not copied.
+
+        Args:
+          where: Name of the caller, for errors.
+          axes: (e,), of which one env needs no axis; or (), for a step of one env.
+          given: The step, and what `made` takes beside it.
+        """
+        leaves = self._in_order(where, given)
+        if axes == (1,) and np.ndim(leaves[0]) == len(self._leaves[0].shape):
+            axes = ()
+        shapes = self._shapes.get(axes) or self._shapes_with(axes)
+        for leaf, (shape, dtype) in zip(leaves, shapes, strict=True):
+            if type(leaf) is not np.ndarray or leaf.dtype != dtype or leaf.shape != shape:
+                break
+        else:
+            return leaves if axes else [leaf[None] for leaf in leaves]
+        for leaf, (shape, _) in zip(leaves, shapes, strict=True):
+            if isinstance(leaf, jax.Array) or np.shape(leaf) != shape:
+                return None
+        leaves = self._stored(where, leaves)
+        if not self._fit(leaves, axes):
+            return None
+        return leaves if axes else [leaf[None] for leaf in leaves]
+
+    def steps(self, where: str, *given: Any, is_ours: bool = False) -> Any:
+        """Return steps in arrays that the caller cannot change, of the stored dtypes where values
+        allow, or raise a ValueError that names the leaf.
+
+        Args:
+          where: As for `on_host`, as is `given`.
+          given: The steps.
+          is_ours: Whether leaves are arrays of NumPy that no caller has. Default: False.
+        """
+        leaves = self._stored(where, self._in_order(where, given), is_ours)
+        return jax.tree.unflatten(self._structure, leaves)
+
+    def axes_of(self, steps: Any) -> tuple[int, ...]:
+        """Return the leading axes of steps: (), (e,) or (T, e). Flags tell, if there are some."""
+        leaves, specs = [*jax.tree.leaves(steps), ()], self._leaves
+        if isinstance(steps, Step):
+            leaves, specs = [steps.terminated], [self.specs.terminated]
+        shape = np.shape(leaves[0])
+        return shape[: max(len(shape) - len(specs[0].shape), 0)]
+
+    def check(self, where: str, steps: Any, axes: tuple[int, ...]) -> None:
+        """Raise a ValueError that names each leaf which does not have these leading axes, or is of
+        other shapes or dtypes."""
+        leaves, structure = jax.tree.flatten(steps)
+        if structure == self._structure and self._fit(leaves, axes):
+            return
+        every = "one step of every env, leaves [num_envs, ...]"
+        what = "a block of steps, leaves [time, num_envs, ...]" if len(axes) > 1 else every
+        step_checks.check_block(where, steps, self.specs, axes, self._what or what, 0)
+
+    def block(
+        self,
+        where: str,
+        given: PyTree,
+        *,
+        env: Any = None,
+        envs: Any = None,
+        mask: Any = None,
+        priority: Any = None,
+        is_ours: bool = False,
+    ) -> Block:
+        """Return steps of all envs, of some, or of one, as a block; or raise a ValueError that
+        names the leaf.
+
+        Args:
+          where: As for `steps`, as are `given` and `is_ours`.
+          given: The steps, leaves [E, ...], [T, E, ...], or [...] for one env.
+          env: As for `Replay.add`, as are `envs`, `mask` and `priority`, which are arrays that the
+            caller cannot change.
+        """
+        buffer, num_envs = self._buffer, self._buffer.num_envs
+        steps = self.steps(where, given, is_ours=is_ours)
+        axes = self.axes_of(steps)
+        if env is not None:
+            if (number := number_of(env, num_envs)) is None:
+                raise ValueError(
+                    f"{where}: env={env!r}, but this buffer has the envs 0 to {num_envs - 1}"
+                )
+            if axes or mask is not None or envs is not None:
+                raise ValueError(
+                    f"{where}: with env= the step is of one env, without an env axis, a mask or "
+                    f"envs; got the leading axes {list(axes)}"
+                )
+            envs = [number]
+        elif not axes and num_envs > 1:
+            raise ValueError(
+                f"{where}: the step has no env axis, but there are {num_envs} envs: say which one "
+                "took it by env="
+            )
+        if envs is not None:
+            envs = np.asarray(envs)
+            step_checks.check_envs(where, envs, buffer.layout(), num_envs)
+        with_axis = lambda *trees: jax.tree.map(lambda leaf: leaf[None], trees)
+        if not axes:
+            steps, mask, priority = with_axis(steps, mask, priority)
+        axes = (*axes[:-1][:1], num_envs if envs is None else len(envs))
+        self.check(where, steps, axes)
+        is_taken = np.ones(axes, bool)
+        if mask is not None:
+            step_checks.check_mask(where, mask, buffer.allow_mask or envs is not None, axes)
+            is_taken = np.asarray(mask)
+        if priority is not None:
+            buffer._need_priorities(where)
+            priority = step_checks.as_priority(where, priority, axes)
+        if envs is not None:
+            is_taken = is_taken & (envs >= 0) & (envs < num_envs)
+        if len(axes) == 1:
+            steps, mask, priority = with_axis(steps, mask, priority)
+        return Block(steps, mask, priority, envs, int(is_taken.sum()))
+
+    def _in_order(self, where: str, given: tuple[Any, ...]) -> list[Any]:
+        """Return the leaves of steps in the stored order, which those of one structure share."""
+        found, structure = jax.tree.flatten(given)
+        if structure != self._known:
+            if not isinstance(given[0], dict):  # it may be no pytree
+                given = as_stored(where, self._buffer, given[0]), *given[1:]
+                found, structure = jax.tree.flatten(given)
+            places = jax.tree.unflatten(structure, range(len(found)))
+            order, stored = jax.tree.flatten(self._made(where, *places))
+            if stored != self._structure:
+                steps = own(where, self._made(where, *given))
+                self.check(where, steps, self.axes_of(steps))
+            self._known, self._order = structure, order
+        return [found[at] for at in self._order]
+
+    def _stored(self, where: str, leaves: list[Any], is_ours: bool = False) -> list[Any]:
+        """Return leaves in arrays that the caller cannot change, of the stored dtypes where those
+        are of the same kind or a wider one. A ValueError names a number that does not fit."""
+        found = []
+        for name, leaf, spec in zip(self._names, leaves, self._leaves, strict=True):
+            name, dtype = f"{where}: {name or 'the leaf'}", spec.dtype
+            if not is_ours:
+                own = _own_plainly(leaf)
+                leaf = _own(name, leaf) if own is None else own
+            kinds = leaf.dtype.kind + dtype.kind
+            if leaf.dtype != dtype and (
+                kinds in ("iu", "ui") or np.can_cast(leaf.dtype, dtype, "same_kind")
+            ):
+                leaf = checks.cast(name, np.asarray(leaf), dtype, self._why)
+            found.append(leaf)
+        return found
+
+    def _shapes_with(self, axes: tuple[int, ...]) -> list[tuple[tuple[int, ...], Any]]:
+        shapes = [((*axes, *spec.shape), spec.dtype) for spec in self._leaves]
+        return self._shapes.setdefault(axes, shapes)
+
+    def _fit(self, leaves: list[Any], axes: tuple[int, ...]) -> bool:
+        return [(leaf.shape, leaf.dtype) for leaf in leaves] == [
+            ((*axes, *spec.shape), spec.dtype) for spec in self._leaves
+        ]
+
+
+def number_of(env: Any, num_envs: int) -> int | None:
+    """Return the number of an env, or None if there is no such env."""
+    if isinstance(env, bool) or not hasattr(env, "__index__"):
+        return None
+    number = operator.index(env)
+    return number if 0 <= number < num_envs else None
 
 
 def _floating(reward: Any) -> Any:

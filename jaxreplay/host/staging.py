@@ -5,7 +5,6 @@ take 50 to 100.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -84,10 +83,9 @@ class Staging:
     """
 
     def __init__(self, example: PyTree, num_envs: int):
-        self._example, self._structure = jax.tree.flatten(example)
+        leaves, self._structure = jax.tree.flatten(example)
         self._num_envs = num_envs
-        self._known: dict[tuple[int, ...], Any] = {}  # specs by the leading axes
-        num_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in self._example)
+        num_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
         self._most = most_steps(num_envs * num_bytes)
         self._most_of_some = max(_MOST_BYTES // max(num_bytes, 1), num_envs)  # in a block
         # each a list of leaves, a mask or None, priorities or None, a place or None
@@ -96,50 +94,6 @@ class Staging:
     def __len__(self) -> int:
         """Return the number of steps that wait."""
         return len(self._steps)
-
-    def _specs(self, axes: tuple[int, ...]) -> list[tuple[tuple[int, ...], np.dtype]]:
-        return [((*axes, *leaf.shape), np.dtype(leaf.dtype)) for leaf in self._example]
-
-    def leaves_of(
-        self, step: PyTree, cast: Callable[[], PyTree], axes: tuple[int, ...] | None = None
-    ) -> list[np.ndarray] | None:
-        """Return the leaves of a step as they are stored, [e, ...], or None if it does not fit. One
-        env needs no axis.
-
-        Args:
-          step: A step or an item.
-          cast: Returns the step in NumPy arrays of the stored dtypes, if its values allow.
-          axes: Lengths of the leading axes: (e,), or () for a step of one env. Default: (E,).
-        """
-        leaves, structure = jax.tree.flatten(step)
-        if structure != self._structure:
-            return None
-        if axes is None:
-            axes = (self._num_envs,)
-            if self._num_envs == 1 and np.ndim(leaves[0]) == len(self._example[0].shape):
-                axes = ()
-        if not self.is_plain(leaves, axes):
-            for leaf, (shape, _) in zip(leaves, self._known[axes], strict=True):
-                if isinstance(leaf, jax.Array) or np.shape(leaf) != shape:
-                    return None
-            leaves = jax.tree.leaves(cast())
-            if not self.is_plain(leaves, axes):
-                return None
-        return leaves if axes else [leaf[None] for leaf in leaves]
-
-    def is_plain(self, leaves: list[Any], axes: tuple[int, ...] | None = None) -> bool:
-        """Return whether leaves are NumPy arrays as they are stored.
-
-        Args:
-          leaves: Leaves of a step.
-          axes: As for `leaves_of`.
-        """
-        axes = (self._num_envs,) if axes is None else axes
-        specs = self._known.get(axes) or self._known.setdefault(axes, self._specs(axes))
-        for leaf, (shape, dtype) in zip(leaves, specs, strict=True):
-            if type(leaf) is not np.ndarray or leaf.dtype != dtype or leaf.shape != shape:
-                return False
-        return True
 
     def has_room(self, mask: Any, priority: Any, envs: list[int] | None = None) -> bool:
         """Return whether a step can wait together with those that wait already."""
@@ -163,12 +117,12 @@ class Staging:
         """Copy a step to those that wait. An interrupt leaves an intact step or none.
 
         Args:
-          leaves: As `leaves_of` returns them.
+          leaves: As `Format.on_host` returns them.
           mask: bool[E], or None; not copied.
-          priority: [E], real numbers, or None; not copied. [e] with `envs`.
+          priority: [E], real numbers, or None. [e] with `envs`, or [] for one.
           envs: Different envs that took the step, e of them. Default: all.
         """
-        given = None if priority is None else priority.astype(np.float32)
+        given = None if priority is None else np.atleast_1d(priority).astype(np.float32)
         place = None if envs is None else self._place_of(envs)
         self._steps.append(([leaf.copy() for leaf in leaves], mask, given, place))
 

@@ -42,19 +42,33 @@ class ActorHost:
                 if name in replay._actors and not replay._actors[name].is_stopped:
                     raise ValueError(f"actor.add: members: {name!r} has actors of its own")
             ends = offer.cut()  # first: it masks steps
-            problem = replay._add(owner, *_calls_of(owner, offer.steps, offer.envs, ends))
+            problem = self._add(owner, offer.steps, offer.envs, ends)
             for name, (other, gap) in self.others.items():
                 gap[:-1] |= ends
                 if name in members:
                     cut = gap & np.isin(np.arange(len(gap)), offer.envs)
                     steps = offer.steps[0], offer.mask_after(gap), None
-                    replay._add(other, 0, _calls_of(other, steps, offer.envs, cut[:-1])[1])
+                    self._add(other, steps, offer.envs, cut[:-1], num_steps=0)
                 else:
                     gap[offer.envs] = True
             offer.note()
             if problem is not None:
                 warnings.warn(f"actor.add: {problem}", stacklevel=2)
             return True
+
+    def _add(
+        self, owner: StateOwner, steps: Any, envs: np.ndarray, ends: np.ndarray, **counted: int
+    ) -> str | None:
+        """Add steps, after the episodes of some envs have ended. Return what is suspicious of the
+        rows, or None."""
+        step, mask, priority = steps
+        if not owner.has_example:
+            spec = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype)
+            owner.init(jax.tree.map(spec, step))
+        block = owner.block_of(step, is_ours=True, envs=envs, mask=mask, priority=priority)
+        if ends.any() and owner.buffer.autoreset is not None:
+            self._replay._changing(owner.change, owner.method("end_streams"), ends)
+        return self._replay._add(owner, block._replace(**counted))
 
     def changed(self) -> None:
         with self._replay._monitor:
@@ -82,15 +96,3 @@ class ActorHost:
                 rows = max(buffer.min_size, buffer.batch_size) - self._owner.size()
                 missing = max(rows if is_short else -ahead, 1.0)
         return ahead, missing, limiter is None and is_hungry
-
-
-def _calls_of(owner: StateOwner, steps: Any, envs: np.ndarray, ends: Any) -> tuple[int, list[Any]]:
-    """Return a number of steps, and the calls that add them, after episodes have ended."""
-    step, mask, priority = steps
-    if not owner.has_example:
-        spec = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype)
-        owner.init(jax.tree.map(spec, step))
-    num_steps, calls = owner.calls_of(step, None, envs, mask, priority)
-    if ends.any() and owner.buffer.autoreset is not None:
-        calls = [(owner.method("end_streams"), ends), *calls]
-    return num_steps, calls

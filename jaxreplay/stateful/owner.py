@@ -21,8 +21,8 @@ from jaxreplay.buffers.jitted import few_rows, method, program, programs
 from jaxreplay.buffers.mixture import Mixture
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import example_of as step_example, is_alive
-from jaxreplay.buffers.step_checks import check_envs, of_call
-from jaxreplay.host.arrays import OUTSIDE, StepFormat, example_of, own
+from jaxreplay.buffers.step_checks import of_call
+from jaxreplay.host.arrays import OUTSIDE, Block, Format, as_stored, example_of, number_of, own
 from jaxreplay.host.staging import BlockLengths, Staging
 from jaxreplay.inspection.resets import FinalObsWatch, ResetWatch
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler
@@ -352,7 +352,7 @@ class StateOwner(Owner):
         """Begin with an example of one env's step, and a state, by default an empty one."""
         with self.on_device():
             state = self._empty(example) if state is None else state
-        self._format = StepFormat.of(self.buffer, example)
+        self._format = Format("init", self.buffer, example)
         self._is_lockstep = self.buffer.layout().lockstep
         self._example = jax.eval_shape(lambda: example)
         self.begin(state, Staging(self._format.specs, self.buffer.num_envs))
@@ -386,12 +386,12 @@ class StateOwner(Owner):
         """Drop the state and the example: the next step added is the example."""
         self._state: Any = None
         self._example: Any = None  # shapes and dtypes of one env's step
-        self._format: Any = None  # StepFormat
+        self._format: Any = None  # Format
         self._staging: Any = None  # Staging, of the steps that wait to be added
         self._can_sample: bool | None = None  # read from the device once after each change
         self._lost: str | None = None  # when, for the error
 
-    def stage(self, step: PyTree, env: Any, envs: Any, mask: Any, priority: Any) -> int | None:
+    def stage(self, given: PyTree, env: Any, envs: Any, mask: Any, priority: Any) -> int | None:
         """Copy one step of all envs, or of some, to those that wait on the host. Return how many
         steps that are over all envs.
 
@@ -400,68 +400,42 @@ class StateOwner(Owner):
         """
         if self._staging is None or self._lost is not None or checks.is_tracing():
             return None
+        num_steps = self.buffer.num_envs
+        axes, numbers, is_taken = (num_steps,), None, None
         if env is not None or envs is not None:
-            return self._stage_some(step, env, envs, mask, priority)
-        if not self._staging.has_room(mask, priority):
-            return None
-        axes = (self.buffer.num_envs,)
-        if mask is not None and not (
-            self.buffer.allow_mask and _is_plain(mask, axes) and mask.dtype == bool
-        ):
-            return None
-        if priority is not None and not (
-            isinstance(self.buffer.sampler, PrioritySampler)
-            and _is_plain(priority, axes)
-            and priority.dtype.kind in "fiu"
-        ):
-            return None
-        leaves = self._staging.leaves_of(step, self._cast(step))
-        if leaves is None:
-            return None
-        self._staging.put(leaves, mask, priority)
-        self._can_sample = None
-        return self.buffer.num_envs if mask is None else int(mask.sum())
-
-    def _stage_some(
-        self, step: PyTree, env: Any, envs: Any, mask: Any, priority: Any
-    ) -> int | None:
-        """Do what `stage` does with a step of some envs, or of one."""
-        numbers = _numbers_of(env, envs, self.buffer.num_envs)
-        if numbers is None or self._is_lockstep:
-            return None
-        axes = () if envs is None else (len(numbers),)
-        if mask is not None and not (axes and _is_plain(mask, axes) and mask.dtype == bool):
-            return None
-        is_taken = None
-        if mask is not None or None in numbers:
-            is_taken = np.array([number is not None for number in numbers])
-            is_taken = is_taken if mask is None else is_taken & mask
-            numbers = [one for one, taken in zip(numbers, is_taken, strict=True) if taken]
-        if priority is not None:
-            if not (isinstance(self.buffer.sampler, PrioritySampler) and _is_plain(priority, axes)):
+            numbers = _numbers_of(env, envs, num_steps)
+            if numbers is None or self._is_lockstep:
                 return None
-            if priority.dtype.kind not in "fiu":
-                return None
-            # The largest priority so far takes the place of a bad one. Here steps of other envs
-            # may be added together.
-            priority = np.atleast_1d(priority.astype(np.float32))
-            if not (np.isfinite(priority) & (priority >= 0)).all():
-                return None
-        if not numbers or not self._staging.has_room(None, priority, numbers):
+            axes = () if envs is None else (len(numbers),)
+        if mask is not None or priority is not None:
+            may_mask = self.buffer.allow_mask if numbers is None else axes
+            has_priorities = isinstance(self.buffer.sampler, PrioritySampler)
+            for array, may, kinds in ((mask, may_mask, "b"), (priority, has_priorities, "fiu")):
+                if array is not None and not (may and _is_plain(array, axes, kinds)):
+                    return None
+        if numbers is not None:
+            if priority is not None:
+                # The largest priority so far takes the place of a bad one. Here steps of other envs
+                # may be added together.
+                priority = priority.astype(np.float32)
+                if not (np.isfinite(priority) & (priority >= 0)).all():
+                    return None
+            if mask is not None or None in numbers:
+                is_taken = np.array([number is not None for number in numbers])
+                is_taken, mask = is_taken if mask is None else is_taken & mask, None
+                numbers = [one for one, taken in zip(numbers, is_taken, strict=True) if taken]
+        if numbers == [] or not self._staging.has_room(mask, priority, numbers):
             return None
-        leaves = self._staging.leaves_of(step, self._cast(step), axes)
+        leaves = self._format.on_host("add", axes, given)
         if leaves is None:
             return None
         if is_taken is not None:
-            leaves = [leaf[is_taken] for leaf in leaves]
-            priority = None if priority is None else priority[is_taken]
-        self._staging.put(leaves, None, priority, numbers)
+            leaves, priority = jax.tree.map(lambda leaf: leaf[is_taken], (leaves, priority))
+        self._staging.put(leaves, mask, priority, numbers)
         self._can_sample = None
-        return len(numbers)
-
-    def _cast(self, step: PyTree) -> Any:
-        """Return a function that returns a step in NumPy arrays of the stored dtypes."""
-        return lambda: self._format.fit(own("add", step))[0]
+        if numbers is not None:
+            return len(numbers)
+        return num_steps if mask is None else int(mask.sum())
 
     @property
     def has_waiting(self) -> bool:
@@ -502,102 +476,62 @@ class StateOwner(Owner):
         wait: `part`, so many steps. Return the program's other result, or None."""
         other = self._change(function, part, *arguments, **options)
         if num_steps:
-            self._staging.drop(num_steps)
-            if "envs" in options:
-                self.final_obs.restart()
-            else:
-                self._look(*part[:2])
+            is_some = "envs" in options  # then all that wait are one part
+            self._staging.drop(len(self._staging) if is_some else num_steps)
+            self.look_at(part[0], part[1], is_some)
         return other
 
-    def look_at(self, function: Any, *arguments: Any) -> None:
-        """Look for resets by hand among the steps that a call of `change` added."""
-        if function in (*_extend, self._extend_for(1)):  # not of some envs
-            self._look(*arguments[0][:2])
-        elif function is self.method("add"):
-            self._look(*jax.tree.map(lambda leaf: leaf[None], arguments[:2]))
-        else:
+    def look_at(self, steps: Any, mask: Any, is_some: bool) -> None:
+        """Look for resets by hand among steps [T, e, ...] that were added, if they are of all
+        envs."""
+        if is_some:
             self.final_obs.restart()
+        else:
+            self._look(steps, mask)
 
     def _look(self, steps: Any, mask: Any) -> None:
         if self.buffer.autoreset == "same_step" and (problem := self.final_obs.look(steps, mask)):
             warnings.warn(f"add: {problem}", stacklevel=5)
 
     def _waiting(self) -> list[tuple[int, int, Any, dict[str, Any]]]:
-        """Return the steps that wait, their masks and their priorities, in parts that `extend` has
-        programs for: for each how many steps it has, and rows, the part, and `envs` if the steps
-        are of some envs."""
+        """Return the steps that wait, their masks and their priorities, in parts, as `_parts_of`
+        does."""
         if self._staging is None or not len(self._staging):
             return []
-        block, length = self.put(self._staging.waiting()), len(self._staging)
-        if len(block) == 4:
-            *part, envs = block
-            return [(length, part[1].size, part, {"envs": envs})]
-        parts = self._parts_of(length, block)
-        return [(size, size * self.buffer.num_envs, part, {}) for size, part in parts]
+        block = self._staging.waiting()
+        return self._parts_of(block[:3], *block[3:])
 
-    def calls_of(
-        self, step: PyTree, env: int | None, envs: Any, mask: Any, priority: Any
-    ) -> tuple[int, list[Any]]:
-        """Return how many steps there are over all envs, and the arguments of each call of `change`
-        that adds them."""
+    def block_of(self, given: PyTree, is_ours: bool = False, **about: Any) -> Block:
+        """Return steps as a block, as `Format.block` does. The first ones are the example."""
         if not self.has_example:
-            self.init(example_of(self.buffer, step, env))
-        step, axes = self._format.fit(step)
-        step, mask, priority = self.put((step, mask, priority))
-        num_envs = self.buffer.num_envs
-        if env is not None:
-            if (
-                isinstance(env, bool)
-                or not hasattr(env, "__index__")
-                or not 0 <= operator.index(env) < num_envs
-            ):
-                raise ValueError(
-                    f"add: env={env!r}, but this buffer has the envs 0 to {num_envs - 1}"
-                )
-            if axes or mask is not None or envs is not None:
-                raise ValueError(
-                    "add: with env= the step is of one env, without an env axis, a mask or envs; "
-                    f"got the leading axes {list(axes)}"
-                )
-            step, priority = jax.tree.map(lambda leaf: leaf[None], (step, priority))
-            axes, envs = (1,), [operator.index(env)]
-        elif not axes and num_envs == 1:
-            step, mask, priority = jax.tree.map(lambda leaf: leaf[None], (step, mask, priority))
-        elif not axes:
-            raise ValueError(
-                f"add: the step has no env axis, but there are {num_envs} envs: say which one "
-                "took it by env="
-            )
-        add = self.method("add")
-        extend_for = lambda length: self._extend_for(length * num_envs)
-        is_taken = np.ones(axes, bool) if mask is None else np.asarray(mask)
-        if envs is not None:
-            envs = np.asarray(envs)
-            check_envs("add", envs, self.buffer.layout(), num_envs)
-            if envs.shape == axes[-1:]:  # else the buffer says what is wrong
-                is_taken = is_taken & (envs >= 0) & (envs < num_envs)
-            envs = self.put(envs)
-            add = functools.partial(add, envs=envs)
-            extend_for = lambda length: functools.partial(
-                self._extend_for(length * num_envs), envs=envs
-            )
-        num_steps = int(is_taken.sum())
-        if len(axes) == 2:
-            parts = self._parts_of(axes[0], (step, mask, priority))
-            return num_steps, [(extend_for(length), part) for length, part in parts]
-        return num_steps, [(add, step, mask, priority)]
+            step = own("add", as_stored("add", self.buffer, given))
+            self.init(example_of(self.buffer, step, about.get("env")))
+        return self._format.block("add", given, is_ours=is_ours, **about)
 
-    def _parts_of(self, length: int, block: Any) -> list[tuple[int, Any]]:
-        """Return a block, leaves [T, ...], in parts whose lengths have programs, each with its
-        length. A block whose leaves differ in T is one part: the program names them."""
+    def insert(self, block: Block) -> None:
+        """Add a block at once, after the steps that wait."""
+        self.check_not_lost()
+        self.flush()
+        for _, num_rows, part, envs in self._parts_of(block[:3], block.envs):
+            self._change(self._extend_for(num_rows), part, **envs)
+
+    def _parts_of(self, block: Any, envs: Any = None) -> list[tuple[int, int, Any, dict[str, Any]]]:
+        """Return a block, leaves [T, e, ...], in parts whose lengths have programs: for each how
+        many times and rows it has, the part, and `envs` if the steps are of some envs."""
+        length, width = jax.tree.leaves(block)[0].shape[:2]
         lengths = self._lengths.parts_of(length)
-        is_whole = all(np.shape(leaf)[:1] == (length,) for leaf in jax.tree.leaves(block))
-        if len(lengths) == 1 or not is_whole:
-            return [(length, block)]
+        options = {} if envs is None else {"envs": self.put(envs)}
+        if len(lengths) == 1:
+            return [(length, length * width, self.put(block), options)]
         block, ends = jax.tree.map(_on_host, block), np.cumsum(lengths).tolist()
         parts = [slice(end - size, end) for end, size in zip(ends, lengths, strict=True)]
         return [
-            (size, jax.tree.map(lambda leaf, part=part: leaf[part], block))
+            (
+                size,
+                size * width,
+                self.put(jax.tree.map(lambda leaf, part=part: leaf[part], block)),
+                options,
+            )
             for size, part in zip(lengths, parts, strict=True)
         ]
 
@@ -897,12 +831,10 @@ def _sampled(
 def _numbers_of(env: Any, envs: Any, num_envs: int) -> list[int | None] | None:
     """Return the numbers of the envs that took a step, with None for padding; None if they are not
     such as a step can wait with: whole numbers on the host, of different envs."""
-    if env is not None:
-        if envs is not None or isinstance(env, bool) or not hasattr(env, "__index__"):
-            return None
-        number = operator.index(env)
-        return [number] if 0 <= number < num_envs else None
-    if not isinstance(envs, np.ndarray | list | tuple):
+    if envs is None:
+        number = number_of(env, num_envs)
+        return None if number is None else [number]
+    if env is not None or not isinstance(envs, np.ndarray | list | tuple):
         return None
     given = np.asarray(envs)
     if given.ndim != 1 or given.dtype.kind not in "iu":
@@ -912,5 +844,5 @@ def _numbers_of(env: Any, envs: Any, num_envs: int) -> list[int | None] | None:
     return numbers if len(set(known)) == len(known) else None
 
 
-def _is_plain(array: Any, shape: tuple[int, ...]) -> bool:
-    return type(array) is np.ndarray and array.shape == shape
+def _is_plain(array: Any, shape: tuple[int, ...], kinds: str) -> bool:
+    return type(array) is np.ndarray and array.shape == shape and array.dtype.kind in kinds

@@ -24,7 +24,7 @@ from jaxreplay.buffers.mixture import Mixture
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.tiered import Tiered, tiered
 from jaxreplay.host import arrays as host_arrays
-from jaxreplay.host.arrays import as_stored
+from jaxreplay.host.arrays import Block
 from jaxreplay.inspection import Inspection, inspect
 from jaxreplay.inspection.contents import resets_of
 from jaxreplay.inspection.lag import LagWatch
@@ -247,7 +247,7 @@ class Replay:
                 "add: give a step, or its fields as keywords: add(obs=..., action=..., ...)"
             )
         owner = self._owner_of("add", member)
-        step = as_stored("add", owner.buffer, fields if step is None else step)
+        step = fields if step is None else step
         given = {"mask": mask, "priority": priority}
         if mask is not None or priority is not None:
             given = host_arrays.own("add", {name: _array_of(x) for name, x in given.items()})
@@ -263,15 +263,14 @@ class Replay:
                     return
             is_first = not owner.has_example
             try:
-                step = host_arrays.own("add", step)
-                num_steps, calls = owner.calls_of(step, env, envs, **given)
+                block = owner.block_of(step, env=env, envs=envs, **given)
                 self._wait(
                     "add",
                     self._may_insert,
                     timeout,
                     lambda: "samples lag behind: sample, or lower samples_per_insert",
                 )
-                problem = self._add(owner, num_steps, calls)
+                problem = self._add(owner, block)
             except BaseException:
                 if is_first:  # a rejected step must not fix the format of later ones
                     owner.forget()
@@ -279,16 +278,15 @@ class Replay:
         if problem is not None:
             warnings.warn(f"add: {problem}", stacklevel=2)
 
-    def _add(self, owner: StateOwner, num_steps: int, calls: list[Any]) -> str | None:
-        """Make the calls that add so many steps. Return what is suspicious of the rows, or None."""
-        for call in calls:
-            self._changing(owner.change, *call)
-            owner.look_at(*call)
+    def _add(self, owner: StateOwner, block: Block) -> str | None:
+        """Add a block. Return what is suspicious of the rows, or None."""
+        self._changing(owner.insert, block)
+        owner.look_at(block.steps, block.mask, block.envs is not None)
         limiter = self._limiter
         if limiter is not None and (limiter.has_begun or self._owner.has_batch()):
-            limiter.num_inserts += num_steps
+            limiter.num_inserts += block.num_steps
         self._monitor.notify_all()
-        owner.watch.count(num_steps)
+        owner.watch.count(block.num_steps)
         return owner.watch.look(lambda: resets_of(owner.whole[1]))
 
     def _add_quickly(
@@ -672,8 +670,8 @@ class Replay:
                     if is_first and owner.has_example:
                         self._changing(owner.change, owner.method("end_streams"))
                     is_first = False
-                    for call in owner.calls_of(steps, None, None, mask, None)[1]:
-                        self._changing(owner.change, *call)
+                    block = owner.block_of(steps, is_ours=True, mask=mask)
+                    self._changing(owner.insert, block)
             except BaseException:
                 if not is_first and not owner.is_lost:  # the last one may have no end
                     self._changing(owner.change, owner.method("end_streams"))

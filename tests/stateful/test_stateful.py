@@ -515,7 +515,7 @@ def test_a_failed_add_leaves_the_rows_or_says_that_they_are_lost(saved, monkeypa
 
     def add_by(function, error):
         with monkeypatch.context() as patch:
-            patch.setattr(owner, "method", lambda name: function)
+            patch.setattr(owner, "_extend", [function] * 2)
             with pytest.raises(error):
                 replay.add(on_device(step(4)))  # added at once; NumPy arrays wait
 
