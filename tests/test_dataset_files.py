@@ -469,7 +469,7 @@ REFUSED = [
         for flags in (np.zeros(1, bool), np.arange(5), np.zeros((5, 1), bool))
     ),
     (r"obs: got float32\[1\], expected float32\[\]", [six(), six(observations=SIX[:, None])]),
-    ("differ in action, action.a", [six(), six(actions={"a": SIX[:5]})]),
+    (r"action: missing, .*\n *action.a: unexpected, ", [six(), six(actions={"a": SIX[:5]})]),
 ]
 
 

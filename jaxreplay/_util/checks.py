@@ -16,6 +16,8 @@ from jax.core import Tracer
 from jaxreplay._util.aliases import PyTree, Specs
 from jaxreplay._util.names import name_of, named, spec_text
 
+_ROUNDED = np.dtype(np.float64), np.dtype(np.float32)
+_WHOLE = 2.0**24  # float32 has all smaller whole numbers
 _outside: Any = None  # the state of tracing outside of `jit`
 _NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
@@ -180,6 +182,12 @@ def cast(name: str, array: np.ndarray, dtype: Any, why: str) -> np.ndarray:
     dtype = np.dtype(dtype)
     if array.dtype == dtype:
         return array
+    if array.dtype.kind == dtype.kind and dtype.kind in "iu":  # the frequent kinds
+        new = array.astype(dtype)
+        if (new == array).all():
+            return new
+    elif (array.dtype, dtype) == _ROUNDED and np.abs(array).max(initial=0) < _WHOLE:
+        return array.astype(dtype)
     with np.errstate(over="ignore", invalid="ignore"):
         new = array.astype(dtype)
         if jnp.issubdtype(array.dtype, np.integer):
@@ -188,7 +196,7 @@ def cast(name: str, array: np.ndarray, dtype: Any, why: str) -> np.ndarray:
                 is_same &= new.astype(np.float64) < float(int(jnp.iinfo(array.dtype).max) + 1)
         else:
             is_same = np.isfinite(new) | ~np.isfinite(array)
-            if (array.dtype, dtype) == (np.float64, np.float32):
+            if (array.dtype, dtype) == _ROUNDED:
                 _warn_of_rounding(name, array, new, why)
     if not np.all(is_same):
         raise ValueError(
@@ -199,7 +207,7 @@ def cast(name: str, array: np.ndarray, dtype: Any, why: str) -> np.ndarray:
 
 def _warn_of_rounding(name: str, array: np.ndarray, new: np.ndarray, why: str) -> None:
     """Warn of float64 numbers that are too large for float32 to tell them from their neighbours."""
-    if ((np.abs(array) >= 2.0**24) & np.isfinite(new) & (new != array)).any():
+    if ((np.abs(array) >= _WHOLE) & np.isfinite(new) & (new != array)).any():
         # The same text for all numbers, so that Python shows it once.
         warnings.warn(
             f"{name}: float64 numbers beyond 2**24 are rounded to float32, {why}. Neighbouring "

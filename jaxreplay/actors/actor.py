@@ -214,12 +214,10 @@ class Actor:
     def _slowly(self, given: Any) -> list[Any]:
         """Return the leaves of any step as they are stored."""
         if self._format is None:
-            setup: Any = self._setup
-            first = arrays.own("add", arrays.as_stored("add", setup, given))
-            example = arrays.example_of(setup, first, None)
+            example = arrays.example_of("add", self._setup, given)
             version = jax.ShapeDtypeStruct((), np.int32)
             self._format = Format(
-                "add", setup, self._stamped("add", example, version), self._stamped
+                "add", self._setup, self._stamped("add", example, version), self._stamped
             )
         steps = self._format.steps("add", given, self._stamp)
         if self.num_envs == 1:  # it needs no axis
@@ -230,8 +228,8 @@ class Actor:
 
     def _stamped(self, where: str, given: Any, version: Any) -> Any:
         """Return a step with the version, if that is stored."""
-        step, key = arrays.as_stored(where, self._setup, given), self._setup.version_key
-        if key is None:
+        step = arrays.as_stored(where, self._setup, given)
+        if (key := self._setup.version_key) is None:
             return step
         is_step = isinstance(step, Step)
         others = step.extras if is_step else step

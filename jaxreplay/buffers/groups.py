@@ -10,7 +10,7 @@ from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay._util.names import has_shapes, named, spec_text
 from jaxreplay._util.serialization import tell_flax
 from jaxreplay._util.struct import Node, Static
-from jaxreplay.buffers import memory
+from jaxreplay.buffers import memory, step_checks
 from jaxreplay.buffers.state_checks import as_arrays, check_not_deleted, warn_of_copy
 from jaxreplay.storage import ring, stored_arrays
 from jaxreplay.views.view import zeroed
@@ -214,12 +214,8 @@ class Groups(Static):
                 "add: group must be int32[N] and version int32[N] or int32[], got "
                 f"{spec_text(group)} and {spec_text(jnp.asarray(version))}"
             )
-        expected = stored_arrays.tree_map(
-            lambda leaf: jax.ShapeDtypeStruct(group.shape + leaf.shape[1:], leaf.dtype), state.items
-        )
-        checks.check_leaves(
-            "add", items, expected, "add takes completions, leaves [len(group), ...]"
-        )
+        what = "completions, leaves [len(group), ...]"
+        step_checks.check_block("add", items, state.items, group.shape, what)
         group = group.astype(jnp.int32)
         version = jnp.broadcast_to(version, group.shape).astype(jnp.int32)
 

@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxreplay._util import checks
 from jaxreplay._util.aliases import PyTree
-from jaxreplay._util.names import named, spec_text
+from jaxreplay._util.names import named
 from jaxreplay._util.pow2 import power_below
 from jaxreplay.buffers.jitted import jit
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import example_of
 from jaxreplay.buffers.step_checks import as_step
 from jaxreplay.buffers.tiered import Tiered
+from jaxreplay.host.arrays import Format
 from jaxreplay.storage.state import ReplayState
 from jaxreplay.types import Step
 
@@ -208,17 +208,20 @@ def blocks(
     has_mask = num_envs > 1 or buffer.allow_mask
     waiting: list[list[Step]] = [[] for _ in range(num_envs)]
     counts = [0] * num_envs  # steps that wait
-    deal, wanted, most = Deal(num_envs, form), None, 0
+    deal, most = Deal(num_envs, form), 0
+    wanted: Any = None
     with _bar(where, total, progress) as update:
         for name, rows in parts:
             for steps, is_last in steps_of(rows, form, final_rows):
                 if not most:
-                    example = _example_of(steps) if example is None else example
+                    example = at(steps, 0) if example is None else example
                     step = as_step(where, example)
                     step = step.replace(final_obs=step.obs if form == "same_step" else None)
-                    wanted = checks.specs(where, step)
+                    why = "the example's dtype; pass an example with another dtype"
+                    wanted = Format(where, buffer, step, why=why)
                     most = _num_steps_at_once(steps, buffer)
-                steps = _fitted(f"{where}: {name}", steps, wanted)
+                steps = wanted.steps(f"{where}: {name}", steps, is_ours=True)
+                wanted.check(f"{where}: {name}", at(steps, 0), ())
                 for env, start, stop in deal.places(is_last):
                     if deal.used[env] > buffer.length:
                         of_env = f" in each of {num_envs} envs" if num_envs > 1 else ""
@@ -464,39 +467,10 @@ def _concatenated(*leaves: np.ndarray) -> np.ndarray:
     return leaves[0] if len(leaves) == 1 else np.concatenate(leaves)
 
 
-def _example_of(steps: Step) -> Step:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), steps)
-
-
 def _num_steps_at_once(steps: Step, buffer: ReplayBuffer) -> int:
     step_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(steps)) / len(steps.terminated)
     fitting = min(buffer.length, _MOST_STEPS, BLOCK_BYTES / step_bytes / buffer.num_envs)
     return power_below(int(fitting))
-
-
-def _fitted(what: str, steps: Step, wanted: PyTree) -> Step:
-    """Cast to the example's dtypes. Raise a ValueError if a leaf does not fit the example."""
-    leaves, tree = jax.tree.flatten(steps)
-    expected, wanted_tree = jax.tree.flatten(wanted)
-    if tree == wanted_tree and all(
-        leaf.shape[1:] == spec.shape and leaf.dtype == spec.dtype
-        for leaf, spec in zip(leaves, expected, strict=True)
-    ):
-        return steps
-    named_leaves, specs = dict(named(steps)), dict(named(wanted))
-    if other := named_leaves.keys() ^ specs.keys():
-        raise ValueError(f"{what}: the example and the data differ in {', '.join(sorted(other))}")
-    why = "the example's dtype; pass an example with another dtype"
-    fitted = []
-    for name, leaf in named_leaves.items():
-        spec = specs[name]
-        are_integers = leaf.dtype.kind in "iu" and spec.dtype.kind in "iu"
-        is_like = are_integers or np.can_cast(leaf.dtype, spec.dtype, "same_kind")
-        if leaf.shape[1:] != spec.shape or not is_like:
-            got = spec_text(leaf, 1)
-            raise ValueError(f"{what}: {name}: got {got}, expected {spec_text(spec)}")
-        fitted.append(checks.cast(f"{what}: {name}", leaf, spec.dtype, why))
-    return jax.tree.unflatten(tree, fitted)
 
 
 def _taken(

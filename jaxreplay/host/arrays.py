@@ -3,6 +3,7 @@
 Inputs are copied, and cast to the dtypes of the first step. Outputs share memory.
 """
 
+import functools
 import operator
 import sys
 from collections.abc import Callable
@@ -16,7 +17,6 @@ from jaxreplay._util import checks
 from jaxreplay._util.aliases import Framework, PyTree
 from jaxreplay._util.names import name_of, named
 from jaxreplay.buffers import step_checks
-from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.types import Step
 
 NAMES: tuple[Framework, ...] = get_args(Framework)
@@ -25,7 +25,7 @@ OUTSIDE = (
     "change once, when the function is traced, and not when it runs. Use the buffer's methods "
     "there, which are pure: state = replay.buffer.add(state, step)"
 )
-# Dtypes that JAX stores unchanged, and 64-bit ones with their 32-bit dtype in JAX by default.
+# Dtypes that JAX stores unchanged.
 PLAIN = frozenset(
     map(
         np.dtype,
@@ -43,31 +43,46 @@ PLAIN = frozenset(
         ),
     )
 )
-_NARROWER = {
-    np.dtype(wide): np.dtype(narrow)
-    for wide, narrow in (("int64", "int32"), ("uint64", "uint32"), ("float64", "float32"))
-}
-_WHOLE = 2.0**24  # float32 has all smaller whole numbers
 
 
 def own(where: str, tree: PyTree) -> Any:
-    """Return the tree with arrays that the caller cannot change, and with 64-bit numbers in 32 bits
-    where JAX's default has those.
+    """Return a tree with arrays that the caller cannot change, as `owned` does."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: owned(f"{where}: {name_of(path) or 'the leaf'}", leaf), tree
+    )
 
-    JAX arrays never change, and are returned as they are. NumPy arrays, numbers and tensors on the
-    host are copied: JAX may read an input after the call returned, when an env has already written
-    its next observation to it. A tensor on an accelerator is copied there.
+
+def owned(name: str, leaf: Any) -> Any:
+    """Return an array that the caller cannot change, and with 64-bit numbers in 32 bits where JAX's
+    default has those.
+
+    JAX arrays never change, and are returned as they are. NumPy arrays, numbers, lists and tensors
+    on the host are copied: JAX may read an input after the call returned, when an env has already
+    written its next observation to it. A tensor on an accelerator is copied there.
+
+    Args:
+      name: Name of the caller and of the leaf, for errors.
+      leaf: The leaf.
 
     Raises:
-      ValueError: A number does not fit, or a leaf is not an array. The error names the leaf.
+      ValueError: A number does not fit, or it is not an array.
     """
-    leaves, structure = jax.tree.flatten(tree)
-    own = [_own_plainly(leaf) for leaf in leaves]
-    if any(leaf is None for leaf in own):  # with key paths, which take longer than all else
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: _own(f"{where}: {name_of(path) or 'the leaf'}", leaf), tree
-        )
-    return jax.tree.unflatten(structure, own)
+    if type(leaf) is np.ndarray and leaf.dtype in PLAIN:
+        return leaf.copy()
+    if isinstance(leaf, Tracer):
+        raise ValueError(f"{name} is being traced. {OUTSIDE}")
+    torch = sys.modules.get("torch")  # before it is loaded, there are no tensors
+    if torch is not None and isinstance(leaf, torch.Tensor):
+        leaf = _of_tensor(name, leaf)
+    if isinstance(leaf, jax.Array):
+        return leaf
+    if isinstance(leaf, np.ndarray) and not leaf.dtype.isnative:
+        leaf = leaf.astype(leaf.dtype.newbyteorder("="))
+    if reason := checks.reason_against(leaf):
+        raise ValueError(f"{name}: {reason}")
+    array = np.asarray(leaf)
+    fitting = fit(name, array)
+    return array.copy() if fitting is array else fitting
 
 
 def fit(name: str, array: np.ndarray) -> np.ndarray:
@@ -75,8 +90,6 @@ def fit(name: str, array: np.ndarray) -> np.ndarray:
     does not fit."""
     if array.dtype in PLAIN or array.dtype.kind not in "biufc":
         return array
-    if (narrow := _own_plainly(array)) is not None:
-        return narrow
     return checks.cast(
         name,
         array,
@@ -96,52 +109,16 @@ def to_framework(framework: Framework, tree: PyTree) -> Any:
     return to_torch(tree)
 
 
-def _own_plainly(leaf: Any) -> Any:
-    """Return a copy of a leaf of the frequent kinds that is known to fit, else None."""
-    if type(leaf) is not np.ndarray:
-        if not isinstance(leaf, int | float | np.generic):
-            return leaf if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) else None
-        leaf = np.asarray(leaf)
-    if leaf.dtype in PLAIN:
-        return leaf.copy()
-    target = _NARROWER.get(leaf.dtype)
-    if target is None or jax.dtypes.canonicalize_dtype(leaf.dtype) != target:
-        return None
-    if target == np.float32:
-        return leaf.astype(target) if np.abs(leaf).max(initial=0) < _WHOLE else None
-    narrow = leaf.astype(target)
-    return narrow if (narrow == leaf).all() else None
+def _of_tensor(name: str, tensor: Any) -> Any:
+    """Return a tensor as an array of NumPy that shares its memory, or as a JAX array."""
+    if tensor.device.type != "cpu" or tensor.dtype == sys.modules["torch"].bfloat16:
+        from jaxreplay.torch import from_torch
 
-
-def _own(name: str, leaf: Any) -> Any:
-    if isinstance(leaf, Tracer):
-        raise ValueError(f"{name} is being traced. {OUTSIDE}")
-    if isinstance(leaf, jax.Array):
-        return leaf
-    if _is_tensor(leaf):
-        if leaf.device.type != "cpu" or leaf.dtype == sys.modules["torch"].bfloat16:
-            from jaxreplay.torch import from_torch
-
-            return from_torch(leaf, cast=True)
-        leaf = _on_host(name, leaf)
-    if isinstance(leaf, np.ndarray) and not leaf.dtype.isnative:
-        leaf = leaf.astype(leaf.dtype.newbyteorder("="))
-    if reason := checks.reason_against(leaf):
-        raise ValueError(f"{name}: {reason}")
-    return fit(name, np.array(leaf))
-
-
-def _on_host(name: str, tensor: Any) -> np.ndarray:
+        return from_torch(tensor, cast=True)
     try:
         return tensor.detach().resolve_conj().resolve_neg().numpy()
     except (TypeError, RuntimeError) as error:
         raise ValueError(f"{name}: this tensor cannot be stored: {error}") from None
-
-
-def _is_tensor(leaf: Any) -> bool:
-    """Return whether a leaf is a tensor, without an import: before torch is loaded, none is."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(leaf, torch.Tensor)
 
 
 class Block(NamedTuple):
@@ -172,7 +149,6 @@ class Format:
       example: One env's step or an item, leaves with `shape` and `dtype`.
       made: Called as made(where, *given); returns a step with all its leaves. Default: `as_stored`.
       why: Reason for the dtypes, and the cure, for errors.
-      what: Description of the expected steps, for errors. Default: one of a step or a block.
 
     Attributes:
       specs: Shapes and dtypes, a tree.
@@ -185,16 +161,16 @@ class Format:
         example: PyTree,
         made: Callable[..., Any] | None = None,
         why: str = "as the first step or example= has it",
-        what: str | None = None,
     ):
-        self._buffer, self._why, self._what = buffer, why, what
+        self._buffer, self._why = buffer, why
         self._made = made or (lambda where, given: as_stored(where, buffer, given))
         self.specs = checks.specs(where, as_stored(where, buffer, example))
         self._names, self._leaves = zip(*named(self.specs), strict=True)
         self._structure = jax.tree.structure(self.specs)
         self._known = jax.tree.structure(())  # of the last step, as it was given
         self._order: list[int] = []  # of its leaves as they are stored
-        self._shapes: dict[tuple[int, ...], list[Any]] = {}  # and dtypes, by the leading axes
+        shapes = lambda axes: [((*axes, *leaf.shape), leaf.dtype) for leaf in self._leaves]
+        self._shapes = functools.lru_cache(shapes)  # and dtypes, by the leading axes
 
     def on_host(self, where: str, axes: tuple[int, ...], *given: Any) -> list[np.ndarray] | None:
         """Return the leaves of a step in the stored order and dtypes, [e, ...], if they are on the
@@ -208,18 +184,16 @@ class Format:
         leaves = self._in_order(where, given)
         if axes == (1,) and np.ndim(leaves[0]) == len(self._leaves[0].shape):
             axes = ()
-        shapes = self._shapes.get(axes) or self._shapes_with(axes)
+        shapes = self._shapes(axes)
         for leaf, (shape, dtype) in zip(leaves, shapes, strict=True):
             if type(leaf) is not np.ndarray or leaf.dtype != dtype or leaf.shape != shape:
+                are = [np.shape(leaf) for leaf in leaves if not isinstance(leaf, jax.Array)]
+                if are != [shape for shape, _ in shapes]:
+                    return None
+                leaves = self._stored(where, leaves)
+                if not self._fit(leaves, axes):
+                    return None
                 break
-        else:
-            return leaves if axes else [leaf[None] for leaf in leaves]
-        for leaf, (shape, _) in zip(leaves, shapes, strict=True):
-            if isinstance(leaf, jax.Array) or np.shape(leaf) != shape:
-                return None
-        leaves = self._stored(where, leaves)
-        if not self._fit(leaves, axes):
-            return None
         return leaves if axes else [leaf[None] for leaf in leaves]
 
     def steps(self, where: str, *given: Any, is_ours: bool = False) -> Any:
@@ -236,11 +210,12 @@ class Format:
 
     def axes_of(self, steps: Any) -> tuple[int, ...]:
         """Return the leading axes of steps: (), (e,) or (T, e). Flags tell, if there are some."""
-        leaves, specs = [*jax.tree.leaves(steps), ()], self._leaves
-        if isinstance(steps, Step):
-            leaves, specs = [steps.terminated], [self.specs.terminated]
-        shape = np.shape(leaves[0])
-        return shape[: max(len(shape) - len(specs[0].shape), 0)]
+        leaf, spec = (
+            tree.terminated if isinstance(tree, Step) else [*jax.tree.leaves(tree), ()][0]
+            for tree in (steps, self.specs)
+        )
+        shape = np.shape(leaf)
+        return shape[: max(len(shape) - len(spec.shape), 0)]
 
     def check(self, where: str, steps: Any, axes: tuple[int, ...]) -> None:
         """Raise a ValueError that names each leaf which does not have these leading axes, or is of
@@ -248,15 +223,13 @@ class Format:
         leaves, structure = jax.tree.flatten(steps)
         if structure == self._structure and self._fit(leaves, axes):
             return
-        every = "one step of every env, leaves [num_envs, ...]"
-        what = "a block of steps, leaves [time, num_envs, ...]" if len(axes) > 1 else every
-        step_checks.check_block(where, steps, self.specs, axes, self._what or what, 0)
+        what = "leaves with equal leading axes"
+        step_checks.check_block(where, steps, self.specs, axes, what, 0)
 
     def block(
         self,
         where: str,
         given: PyTree,
-        *,
         env: Any = None,
         envs: Any = None,
         mask: Any = None,
@@ -299,13 +272,12 @@ class Format:
             steps, mask, priority = with_axis(steps, mask, priority)
         axes = (*axes[:-1][:1], num_envs if envs is None else len(envs))
         self.check(where, steps, axes)
-        is_taken = np.ones(axes, bool)
         if mask is not None:
             step_checks.check_mask(where, mask, buffer.allow_mask or envs is not None, axes)
-            is_taken = np.asarray(mask)
         if priority is not None:
             buffer._need_priorities(where)
             priority = step_checks.as_priority(where, priority, axes)
+        is_taken = np.ones(axes, bool) if mask is None else np.asarray(mask)
         if envs is not None:
             is_taken = is_taken & (envs >= 0) & (envs < num_envs)
         if len(axes) == 1:
@@ -315,10 +287,10 @@ class Format:
     def _in_order(self, where: str, given: tuple[Any, ...]) -> list[Any]:
         """Return the leaves of steps in the stored order, which those of one structure share."""
         found, structure = jax.tree.flatten(given)
+        if structure != self._known and not isinstance(given[0], dict):  # it may be no pytree
+            given = as_stored(where, self._buffer, given[0]), *given[1:]
+            found, structure = jax.tree.flatten(given)
         if structure != self._known:
-            if not isinstance(given[0], dict):  # it may be no pytree
-                given = as_stored(where, self._buffer, given[0]), *given[1:]
-                found, structure = jax.tree.flatten(given)
             places = jax.tree.unflatten(structure, range(len(found)))
             order, stored = jax.tree.flatten(self._made(where, *places))
             if stored != self._structure:
@@ -333,25 +305,15 @@ class Format:
         found = []
         for name, leaf, spec in zip(self._names, leaves, self._leaves, strict=True):
             name, dtype = f"{where}: {name or 'the leaf'}", spec.dtype
-            if not is_ours:
-                own = _own_plainly(leaf)
-                leaf = _own(name, leaf) if own is None else own
-            kinds = leaf.dtype.kind + dtype.kind
-            if leaf.dtype != dtype and (
-                kinds in ("iu", "ui") or np.can_cast(leaf.dtype, dtype, "same_kind")
-            ):
+            leaf = leaf if is_ours else owned(name, leaf)
+            is_like = leaf.dtype != dtype and np.can_cast(leaf.dtype, dtype, "same_kind")
+            if is_like or leaf.dtype.kind + dtype.kind == "iu":  # signed, and stored unsigned
                 leaf = checks.cast(name, np.asarray(leaf), dtype, self._why)
             found.append(leaf)
         return found
 
-    def _shapes_with(self, axes: tuple[int, ...]) -> list[tuple[tuple[int, ...], Any]]:
-        shapes = [((*axes, *spec.shape), spec.dtype) for spec in self._leaves]
-        return self._shapes.setdefault(axes, shapes)
-
     def _fit(self, leaves: list[Any], axes: tuple[int, ...]) -> bool:
-        return [(leaf.shape, leaf.dtype) for leaf in leaves] == [
-            ((*axes, *spec.shape), spec.dtype) for spec in self._leaves
-        ]
+        return [(leaf.shape, leaf.dtype) for leaf in leaves] == self._shapes(axes)
 
 
 def number_of(env: Any, num_envs: int) -> int | None:
@@ -362,23 +324,20 @@ def number_of(env: Any, num_envs: int) -> int | None:
     return number if 0 <= number < num_envs else None
 
 
-def _floating(reward: Any) -> Any:
-    """Return integers as float32, and other numbers as they are."""
-    is_integer = np.issubdtype(np.asarray(reward).dtype, np.integer)
-    return np.asarray(reward, np.float32) if is_integer else reward
-
-
-def as_stored(where: str, buffer: ReplayBuffer, step: PyTree) -> Any:
+def as_stored(where: str, buffer: Any, step: PyTree) -> Any:
     """Return a `Step`, made of a mapping if it is one, for a buffer of steps; an item as it is."""
     return step if buffer.autoreset is None else step_checks.step_of(where, step, buffer.autoreset)
 
 
-def example_of(buffer: ReplayBuffer, step: PyTree, env: int | None) -> Any:
+def example_of(where: str, buffer: Any, given: PyTree, env: int | None = None) -> Any:
     """Return the shapes and dtypes of one env's step, from the first that is added. Integer rewards
     become float32, because later rewards may be fractions."""
-    if buffer.autoreset is None:
-        num_axes = int(env is None)
-    else:
+    step, num_axes = own(where, as_stored(where, buffer, given)), int(env is None)
+    if is_step := buffer.autoreset is not None:
         num_axes = np.ndim(step.terminated) - (buffer.num_agents is not None)
-        step = step.replace(reward=jax.tree.map(_floating, step.reward))
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[num_axes:], leaf.dtype), step)
+    spec = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[num_axes:], leaf.dtype)
+    specs = jax.tree.map(spec, step)
+    floating = lambda leaf: jax.ShapeDtypeStruct(
+        leaf.shape, np.float32 if leaf.dtype.kind in "iu" else leaf.dtype
+    )
+    return specs.replace(reward=jax.tree.map(floating, specs.reward)) if is_step else specs

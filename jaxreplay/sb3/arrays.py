@@ -15,20 +15,9 @@ TORCH_DTYPES = {
 }
 
 
-def shaped(where: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return the array in this shape, if only axes of length 1 differ: one env needs no axis."""
-    if array.shape == shape:
-        return array
-    if [size for size in array.shape if size != 1] != [size for size in shape if size != 1]:
-        raise ValueError(
-            f"{where}: got the shape {list(array.shape)}, expected {list(shape)}, one for each "
-            "environment"
-        )
-    return array.reshape(shape)
-
-
 def fitted(where: str, array: Any, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """Return numbers in a shape, and in a dtype that is cast to the stored one without loss."""
+    """Return numbers in a shape, and in a dtype that is cast to the stored one without loss. Axes
+    of length 1 may differ: one env needs no axis."""
     if (
         type(array) is np.ndarray
         and array.shape == shape
@@ -36,7 +25,10 @@ def fitted(where: str, array: Any, dtype: Any, shape: tuple[int, ...]) -> np.nda
         and dtype in PLAIN
     ):
         return array
-    array = shaped(where, np.array(array, dtype), shape)
-    if array.size == 1 and dtype == np.int64 and abs(array.item()) < 2**31:
-        return array  # a discrete action: `fit` would take five times as long
-    return fit(where, array)
+    array = np.array(array, dtype)
+    if [size for size in array.shape if size != 1] != [size for size in shape if size != 1]:
+        raise ValueError(
+            f"{where}: got the shape {list(array.shape)}, expected {list(shape)}, one for each "
+            "environment"
+        )
+    return fit(where, array.reshape(shape))

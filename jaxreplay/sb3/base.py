@@ -362,7 +362,7 @@ class DropInBuffer(buffers.ReplayBuffer):
                 lambda leaf: leaf if isinstance(leaf, torch.Tensor) else to_torch(leaf),
                 (item.obs, item.next_obs, item.action, item.done, item.reward),
             )
-            obs, next_obs = self._observation(obs), self._observation(next_obs)
+            obs, next_obs = (jax.tree.map(self._cast, x, self._obs_dtypes) for x in (obs, next_obs))
         else:
             action = to_torch(item.action)
             done = self.to_torch(np.asarray(item.done))
@@ -378,25 +378,12 @@ class DropInBuffer(buffers.ReplayBuffer):
         )
 
     def _normalized(self, obs: Any, env: VecNormalize) -> Any:
-        if isinstance(self.observation_space, spaces.Dict):
-            wide = {
-                key: np.asarray(leaf).astype(self.observation_space[key].dtype)
-                for key, leaf in obs.items()
-            }
-        else:
-            wide = np.asarray(obs).astype(self.observation_space.dtype)
+        as_given = lambda leaf, dtype: np.asarray(leaf).astype(dtype)
+        wide = jax.tree.map(as_given, obs, self._obs_dtypes)
         return jax.tree.map(self.to_torch, env.normalize_obs(wide))
 
     def _normalized_reward(self, item: Any, env: VecNormalize) -> np.ndarray:
         return self._normalize_reward(np.asarray(item.reward), env)
-
-    def _observation(self, obs: Any) -> Any:
-        if isinstance(self.observation_space, spaces.Dict):
-            return {
-                key: self._cast(leaf, self.observation_space[key].dtype)
-                for key, leaf in obs.items()
-            }
-        return self._cast(obs, self.observation_space.dtype)
 
     def _cast(self, tensor: torch.Tensor, dtype: Any = None) -> torch.Tensor:
         """Move a tensor to `device`, in 64 bits if the space's dtype has them."""
@@ -445,29 +432,21 @@ class DropInBuffer(buffers.ReplayBuffer):
             column[self.pos - 1, record.may_go_on] = False
         elif name == "actions":
             dtype = self._action_dtype
-        elif isinstance(self.observation_space, spaces.Dict) and isinstance(column, dict):
-            dtype = {key: self.observation_space[key].dtype for key in column}
         elif name.endswith("observations"):
-            dtype = self.observation_space.dtype
-        if not isinstance(column, dict):
-            return _read_only(column, dtype)
-        return {key: _read_only(leaf, dtype[key]) for key, leaf in column.items()}
+            dtype = self._obs_dtypes
+        return jax.tree.map(_read_only, column, dtype)
 
     @functools.cached_property
     def _action_dtype(self) -> Any:
         return self._maybe_cast_dtype(self.action_space.dtype)
 
     def _example(self) -> Step:
-        def of(shape, dtype):
+        def of(dtype, shape):
             return np.zeros(shape, jax.dtypes.canonicalize_dtype(dtype))
 
-        if isinstance(self.observation_space, spaces.Dict):
-            shapes: Any = self.obs_shape  # by key
-            obs = {key: of(shapes[key], self.observation_space[key].dtype) for key in shapes}
-        else:
-            obs = of(self.obs_shape, self.observation_space.dtype)
+        obs = jax.tree.map(of, self._obs_dtypes, cast(Any, self.obs_shape))
         flag = np.zeros((), bool)
-        action = of((self.action_dim,), self._action_dtype)
+        action = of(self._action_dtype, (self.action_dim,))
         return Step(
             obs=obs,
             action=action,
@@ -479,29 +458,37 @@ class DropInBuffer(buffers.ReplayBuffer):
 
     def _stored(self, where: str, obs: Any) -> list[np.ndarray]:
         """Return the leaves with the space's shapes, in dtypes that can be stored."""
-        if not isinstance(self.observation_space, spaces.Dict):
-            ((_, dtype, shape),) = self._obs_specs
-            return [fitted(where, obs, dtype, shape)]
-        if missing := [key for key, *_ in self._obs_specs if key not in obs]:
+        given = obs if isinstance(self.observation_space, spaces.Dict) else {None: obs}
+        if missing := [key for key, *_ in self._obs_specs if key not in given]:
             raise ValueError(f"{where}: missing {', '.join(missing)}")
         return [
-            fitted(f"{where}.{key}", obs[key], dtype, shape)
-            for key, dtype, shape in self._obs_specs
+            fitted(where + name, given[key], dtype, shape)
+            for key, name, dtype, shape in self._obs_specs
         ]
 
     @functools.cached_property
-    def _obs_specs(self) -> list[tuple[Any, Any, tuple[int, ...]]]:
-        """Key (None of a single leaf), dtype and shape [n_envs, ...] of each leaf of an
-        observation, in JAX's order of a dict."""
-        space, shapes = self.observation_space, cast(Any, self.obs_shape)
+    def _obs_dtypes(self) -> Any:
+        """Dtype of an observation, or of each leaf by its key."""
+        space = self.observation_space
         if not isinstance(space, spaces.Dict):
-            return [(None, space.dtype, (self.n_envs, *shapes))]
-        return [(key, space[key].dtype, (self.n_envs, *shapes[key])) for key in sorted(shapes)]
+            return space.dtype
+        return {key: one.dtype for key, one in space.items()}
+
+    @functools.cached_property
+    def _obs_specs(self) -> list[tuple[Any, str, Any, tuple[int, ...]]]:
+        """Key (None of a single leaf), name in errors, dtype and shape [n_envs, ...] of each leaf
+        of an observation, in JAX's order of a dict."""
+        dtypes, shapes = self._obs_dtypes, cast(Any, self.obs_shape)
+        if not isinstance(dtypes, dict):
+            return [(None, "", dtypes, (self.n_envs, *shapes))]
+        return [
+            (key, f".{key}", dtypes[key], (self.n_envs, *shapes[key])) for key in sorted(shapes)
+        ]
 
     def _attributes(self) -> dict[str, Any]:
         """Return the attributes that are saved with a state."""
         state: Any = super().__getstate__()
-        left_out = ("_monitor", "_owner", "_columns", "_obs_specs")
+        left_out = ("_monitor", "_owner", "_columns", "_obs_dtypes", "_obs_specs")
         return {name: value for name, value in state.items() if name not in left_out}
 
     @transfers.allows

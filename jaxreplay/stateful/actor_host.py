@@ -3,7 +3,6 @@
 import warnings
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxreplay.actors.actors import Offer
@@ -62,10 +61,7 @@ class ActorHost:
         """Add steps, after the episodes of some envs have ended. Return what is suspicious of the
         rows, or None."""
         step, mask, priority = steps
-        if not owner.has_example:
-            spec = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype)
-            owner.init(jax.tree.map(spec, step))
-        block = owner.block_of(step, is_ours=True, envs=envs, mask=mask, priority=priority)
+        block = owner.block_of(step, None, envs, mask, priority, is_ours=True)
         if ends.any() and owner.buffer.autoreset is not None:
             self._replay._changing(owner.change, owner.method("end_streams"), ends)
         return self._replay._add(owner, block._replace(**counted))

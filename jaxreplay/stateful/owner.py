@@ -22,7 +22,7 @@ from jaxreplay.buffers.mixture import Mixture
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import example_of as step_example, is_alive
 from jaxreplay.buffers.step_checks import of_call
-from jaxreplay.host.arrays import OUTSIDE, Block, Format, as_stored, example_of, number_of, own
+from jaxreplay.host.arrays import OUTSIDE, Block, Format, example_of, number_of
 from jaxreplay.host.staging import BlockLengths, Staging
 from jaxreplay.inspection.resets import FinalObsWatch, ResetWatch
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler
@@ -391,7 +391,7 @@ class StateOwner(Owner):
         self._can_sample: bool | None = None  # read from the device once after each change
         self._lost: str | None = None  # when, for the error
 
-    def stage(self, given: PyTree, env: Any, envs: Any, mask: Any, priority: Any) -> int | None:
+    def stage(self, step: PyTree, env: Any, envs: Any, mask: Any, priority: Any) -> int | None:
         """Copy one step of all envs, or of some, to those that wait on the host. Return how many
         steps that are over all envs.
 
@@ -411,7 +411,8 @@ class StateOwner(Owner):
             may_mask = self.buffer.allow_mask if numbers is None else axes
             has_priorities = isinstance(self.buffer.sampler, PrioritySampler)
             for array, may, kinds in ((mask, may_mask, "b"), (priority, has_priorities, "fiu")):
-                if array is not None and not (may and _is_plain(array, axes, kinds)):
+                is_plain = type(array) is np.ndarray and array.shape == axes and may
+                if array is not None and not (is_plain and array.dtype.kind in kinds):
                     return None
         if numbers is not None:
             if priority is not None:
@@ -426,7 +427,7 @@ class StateOwner(Owner):
                 numbers = [one for one, taken in zip(numbers, is_taken, strict=True) if taken]
         if numbers == [] or not self._staging.has_room(mask, priority, numbers):
             return None
-        leaves = self._format.on_host("add", axes, given)
+        leaves = self._format.on_host("add", axes, step)
         if leaves is None:
             return None
         if is_taken is not None:
@@ -493,47 +494,39 @@ class StateOwner(Owner):
         if self.buffer.autoreset == "same_step" and (problem := self.final_obs.look(steps, mask)):
             warnings.warn(f"add: {problem}", stacklevel=5)
 
-    def _waiting(self) -> list[tuple[int, int, Any, dict[str, Any]]]:
+    def _waiting(self) -> list[Any]:
         """Return the steps that wait, their masks and their priorities, in parts, as `_parts_of`
         does."""
-        if self._staging is None or not len(self._staging):
+        if not self._staging:
             return []
         block = self._staging.waiting()
         return self._parts_of(block[:3], *block[3:])
 
-    def block_of(self, given: PyTree, is_ours: bool = False, **about: Any) -> Block:
-        """Return steps as a block, as `Format.block` does. The first ones are the example."""
+    def block_of(self, given: PyTree, env: Any = None, *about: Any, is_ours: bool = False) -> Block:
+        """Return steps as a block, as `Format.block` does; of ours, they are [T, e, ...]. The first
+        ones are the example."""
         if not self.has_example:
-            step = own("add", as_stored("add", self.buffer, given))
-            self.init(example_of(self.buffer, step, about.get("env")))
-        return self._format.block("add", given, is_ours=is_ours, **about)
+            first = jax.tree.map(lambda leaf: leaf[0], given) if is_ours else given
+            self.init(example_of("add", self.buffer, first, env))
+        return self._format.block("add", given, env, *about, is_ours=is_ours)
 
     def insert(self, block: Block) -> None:
         """Add a block at once, after the steps that wait."""
-        self.check_not_lost()
-        self.flush()
         for _, num_rows, part, envs in self._parts_of(block[:3], block.envs):
-            self._change(self._extend_for(num_rows), part, **envs)
+            self.change(self._extend_for(num_rows), part, **envs)
 
-    def _parts_of(self, block: Any, envs: Any = None) -> list[tuple[int, int, Any, dict[str, Any]]]:
+    def _parts_of(self, block: Any, envs: Any = None) -> list[Any]:
         """Return a block, leaves [T, e, ...], in parts whose lengths have programs: for each how
         many times and rows it has, the part, and `envs` if the steps are of some envs."""
         length, width = jax.tree.leaves(block)[0].shape[:2]
-        lengths = self._lengths.parts_of(length)
+        sizes, parts = self._lengths.parts_of(length), [block]
+        if len(sizes) > 1:
+            block, ends = jax.tree.map(_on_host, block), np.cumsum(sizes).tolist()
+            at = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+            parts = [jax.tree.map(lambda leaf, at=at: leaf[at], block) for at in at]
         options = {} if envs is None else {"envs": self.put(envs)}
-        if len(lengths) == 1:
-            return [(length, length * width, self.put(block), options)]
-        block, ends = jax.tree.map(_on_host, block), np.cumsum(lengths).tolist()
-        parts = [slice(end - size, end) for end, size in zip(ends, lengths, strict=True)]
-        return [
-            (
-                size,
-                size * width,
-                self.put(jax.tree.map(lambda leaf, part=part: leaf[part], block)),
-                options,
-            )
-            for size, part in zip(lengths, parts, strict=True)
-        ]
+        each = zip(sizes, parts, strict=True)
+        return [(size, size * width, self.put(part), options) for size, part in each]
 
     def change(self, function: Any, *arguments: Any, **options: Any) -> Any:
         """Replace the state by the one that a program returns. The old one is donated.
@@ -842,7 +835,3 @@ def _numbers_of(env: Any, envs: Any, num_envs: int) -> list[int | None] | None:
     numbers = [one if 0 <= one < num_envs else None for one in given.tolist()]
     known = [one for one in numbers if one is not None]
     return numbers if len(set(known)) == len(known) else None
-
-
-def _is_plain(array: Any, shape: tuple[int, ...], kinds: str) -> bool:
-    return type(array) is np.ndarray and array.shape == shape and array.dtype.kind in kinds

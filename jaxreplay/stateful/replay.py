@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Unpack
 
 import jax
-import numpy as np
 
 from jaxreplay._util import checks, transfers
 from jaxreplay._util.aliases import Framework, PyTree
@@ -24,7 +23,7 @@ from jaxreplay.buffers.mixture import Mixture
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.tiered import Tiered, tiered
 from jaxreplay.host import arrays as host_arrays
-from jaxreplay.host.arrays import Block
+from jaxreplay.host.arrays import Block, owned
 from jaxreplay.inspection import Inspection, inspect
 from jaxreplay.inspection.contents import resets_of
 from jaxreplay.inspection.lag import LagWatch
@@ -247,23 +246,24 @@ class Replay:
                 "add: give a step, or its fields as keywords: add(obs=..., action=..., ...)"
             )
         owner = self._owner_of("add", member)
-        step = fields if step is None else step
-        given = {"mask": mask, "priority": priority}
-        if mask is not None or priority is not None:
-            given = host_arrays.own("add", {name: _array_of(x) for name, x in given.items()})
+        if mask is not None:
+            mask = owned("add: mask", mask)
+        if priority is not None:
+            priority = owned("add: priority", priority)
+        given = fields if step is None else step, env, envs, mask, priority
         waits = self._limiter is None
-        if waits and self._add_quickly(owner, step, env, envs, **given):
+        if waits and self._add_quickly(owner, *given):
             return
         with self._monitor:
             self._check_open()
             owner.check_not_lost()
             if waits and owner.has_waiting:  # there was no room
                 self._changing(owner.flush)
-                if self._add_quickly(owner, step, env, envs, **given):
+                if self._add_quickly(owner, *given):
                     return
             is_first = not owner.has_example
             try:
-                block = owner.block_of(step, env=env, envs=envs, **given)
+                block = owner.block_of(*given)
                 self._wait(
                     "add",
                     self._may_insert,
@@ -289,9 +289,7 @@ class Replay:
         owner.watch.count(block.num_steps)
         return owner.watch.look(lambda: resets_of(owner.whole[1]))
 
-    def _add_quickly(
-        self, owner: StateOwner, step: PyTree, env: Any, envs: Any, mask: Any, priority: Any
-    ) -> bool:
+    def _add_quickly(self, owner: StateOwner, *given: Any) -> bool:
         """Copy a step to those that wait, if that is all there is to do, and return whether it was.
 
         An interrupt meanwhile leaves a whole step or none, so signals need not wait.
@@ -299,7 +297,7 @@ class Replay:
         with self._monitor.without_delay():
             if self._is_closed or (owner.watch.is_due and not owner.has_waiting):
                 return False
-            num_steps = owner.stage(step, env, envs, mask, priority)
+            num_steps = owner.stage(*given)
             if num_steps is None:
                 return False
             owner.watch.count(num_steps)
@@ -489,8 +487,7 @@ class Replay:
           ValueError: The sampler has no priorities, or an argument has another shape.
           RuntimeError: The replay is closed, or its rows were lost.
         """
-        priority = {"priority": _array_of(priority)}
-        priority = host_arrays.own("update_priorities", priority)["priority"]
+        priority = owned("update_priorities: priority", priority)
         with self._monitor:
             self._check_open()
             given = self._owner.put((_index_of(index), priority))
@@ -670,7 +667,7 @@ class Replay:
                     if is_first and owner.has_example:
                         self._changing(owner.change, owner.method("end_streams"))
                     is_first = False
-                    block = owner.block_of(steps, is_ours=True, mask=mask)
+                    block = owner.block_of(steps, None, None, mask, is_ours=True)
                     self._changing(owner.insert, block)
             except BaseException:
                 if not is_first and not owner.is_lost:  # the last one may have no end
@@ -997,10 +994,5 @@ def _index_of(index: Any) -> Any:
         given = {name: index[name] for name in ("row", "lap", "source") if name in index}
     else:
         given = {"row": index}
-    own = host_arrays.own("index", {name: _array_of(x) for name, x in given.items()})
+    own = {name: owned(f"index: {name}", x) for name, x in given.items()}
     return Index(**own) if len(own) > 1 else own["row"]
-
-
-def _array_of(given: Any) -> Any:
-    """Return a list or a tuple as an array, and all else as it is."""
-    return np.array(given) if isinstance(given, list | tuple) else given
