@@ -481,7 +481,7 @@ def test_what_does_not_fit_together_is_refused(tmp_path):
             datasets.from_arrays(source, replay, names=dict(*names))
 
     for message, *source in REFUSED:
-        refused(f"from_arrays: .*{message}", source[0], buffer(), *source[1:])
+        refused(f"(?s)from_arrays: .*{message}", source[0], buffer(), *source[1:])
     refused("a.npz: terminals: flags", npz(tmp_path, GOOD | {"terminals": SIX}), buffer())
     objects = npz(tmp_path, GOOD | {"observations": np.array([None] * 6)})
     refused("a.npz: observations: cannot be read: expected an array of num", objects, buffer())

@@ -1,4 +1,4 @@
-"""Conversion between NumPy, PyTorch and JAX arrays.
+"""Callers' arrays and steps, of NumPy, PyTorch and JAX: how they are taken, cast and checked.
 
 Inputs are copied, and cast to the dtypes of the first step. Outputs share memory.
 """
@@ -43,6 +43,7 @@ PLAIN = frozenset(
         ),
     )
 )
+_USUAL = PLAIN.union(map(np.dtype, ("int64", "uint64", "float64")))
 
 
 def own(where: str, tree: PyTree) -> Any:
@@ -67,19 +68,20 @@ def owned(name: str, leaf: Any) -> Any:
     Raises:
       ValueError: A number does not fit, or it is not an array.
     """
-    if type(leaf) is np.ndarray and leaf.dtype in PLAIN:
-        return leaf.copy()
-    if isinstance(leaf, Tracer):
-        raise ValueError(f"{name} is being traced. {OUTSIDE}")
-    torch = sys.modules.get("torch")  # before it is loaded, there are no tensors
-    if torch is not None and isinstance(leaf, torch.Tensor):
-        leaf = _of_tensor(name, leaf)
-    if isinstance(leaf, jax.Array):
-        return leaf
-    if isinstance(leaf, np.ndarray) and not leaf.dtype.isnative:
-        leaf = leaf.astype(leaf.dtype.newbyteorder("="))
-    if reason := checks.reason_against(leaf):
-        raise ValueError(f"{name}: {reason}")
+    if isinstance(leaf, int | float | np.generic):
+        leaf = np.asarray(leaf)
+    if type(leaf) is not np.ndarray or leaf.dtype not in _USUAL:
+        if isinstance(leaf, Tracer):
+            raise ValueError(f"{name} is being traced. {OUTSIDE}")
+        torch = sys.modules.get("torch")  # before it is loaded, there are no tensors
+        if torch is not None and isinstance(leaf, torch.Tensor):
+            leaf = _of_tensor(name, leaf)
+        if isinstance(leaf, jax.Array):
+            return leaf
+        if isinstance(leaf, np.ndarray) and not leaf.dtype.isnative:
+            leaf = leaf.astype(leaf.dtype.newbyteorder("="))
+        if reason := checks.reason_against(leaf):
+            raise ValueError(f"{name}: {reason}")
     array = np.asarray(leaf)
     fitting = fit(name, array)
     return array.copy() if fitting is array else fitting
@@ -167,8 +169,9 @@ class Format:
         self.specs = checks.specs(where, as_stored(where, buffer, example))
         self._names, self._leaves = zip(*named(self.specs), strict=True)
         self._structure = jax.tree.structure(self.specs)
-        self._known = jax.tree.structure(())  # of the last step, as it was given
-        self._order: list[int] = []  # of its leaves as they are stored
+        # Structure of the last step as it was given, and the order of its leaves as they are
+        # stored: one value, since an interrupt may come between two.
+        self._known: tuple[Any, list[int]] = jax.tree.structure(()), []
         shapes = lambda axes: [((*axes, *leaf.shape), leaf.dtype) for leaf in self._leaves]
         self._shapes = functools.lru_cache(shapes)  # and dtypes, by the leading axes
 
@@ -223,7 +226,7 @@ class Format:
         leaves, structure = jax.tree.flatten(steps)
         if structure == self._structure and self._fit(leaves, axes):
             return
-        what = "leaves with equal leading axes"
+        what = "steps whose leaves have the same leading axes"
         step_checks.check_block(where, steps, self.specs, axes, what, 0)
 
     def block(
@@ -276,7 +279,8 @@ class Format:
             step_checks.check_mask(where, mask, buffer.allow_mask or envs is not None, axes)
         if priority is not None:
             buffer._need_priorities(where)
-            priority = step_checks.as_priority(where, priority, axes)
+            if priority.shape != axes or priority.dtype.kind not in "fiu":
+                priority = step_checks.as_priority(where, priority, axes)
         is_taken = np.ones(axes, bool) if mask is None else np.asarray(mask)
         if envs is not None:
             is_taken = is_taken & (envs >= 0) & (envs < num_envs)
@@ -287,17 +291,18 @@ class Format:
     def _in_order(self, where: str, given: tuple[Any, ...]) -> list[Any]:
         """Return the leaves of steps in the stored order, which those of one structure share."""
         found, structure = jax.tree.flatten(given)
-        if structure != self._known and not isinstance(given[0], dict):  # it may be no pytree
+        known, order = self._known
+        if structure != known and not isinstance(given[0], dict):  # it may be no pytree
             given = as_stored(where, self._buffer, given[0]), *given[1:]
             found, structure = jax.tree.flatten(given)
-        if structure != self._known:
+        if structure != known:
             places = jax.tree.unflatten(structure, range(len(found)))
             order, stored = jax.tree.flatten(self._made(where, *places))
             if stored != self._structure:
                 steps = own(where, self._made(where, *given))
                 self.check(where, steps, self.axes_of(steps))
-            self._known, self._order = structure, order
-        return [found[at] for at in self._order]
+            self._known = structure, order
+        return [found[at] for at in order]
 
     def _stored(self, where: str, leaves: list[Any], is_ours: bool = False) -> list[Any]:
         """Return leaves in arrays that the caller cannot change, of the stored dtypes where those

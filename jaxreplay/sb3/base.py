@@ -5,6 +5,7 @@ as the next step's own, or as the final row of its episode (`storage/newest_row.
 """
 
 import functools
+import math
 import warnings
 from collections.abc import Iterable
 from typing import Any, cast
@@ -239,7 +240,11 @@ class DropInBuffer(buffers.ReplayBuffer):
         step: list[Any] = [*self._stored("obs", obs), *self._stored("next_obs", next_obs)]
         action = np.asarray(action, self._action_dtype)  # a cast, as Stable-Baselines3 has it
         shape = (self.n_envs, self.action_dim)
-        action = action if action.shape == shape else self._flat(action)
+        if action.shape != shape:
+            is_of_each = self.n_envs in (1, *action.shape[:1])
+            action = (
+                action.reshape(shape) if is_of_each and action.size == math.prod(shape) else action
+            )
         step.append(fitted("action", action, action.dtype, shape))
         step.append(fitted("reward", reward, _FLOAT, per_env))
         step.append(fitted("done", done, _BOOL, per_env))
@@ -401,13 +406,6 @@ class DropInBuffer(buffers.ReplayBuffer):
             )
         return counts
 
-    def _flat(self, action: np.ndarray) -> np.ndarray:
-        """Return the actions as [n_envs, action_dim]; unchanged if they have another size."""
-        is_alive = action.size == self.n_envs * self.action_dim and (
-            self.n_envs == 1 or len(action) == self.n_envs
-        )
-        return action.reshape(self.n_envs, self.action_dim) if is_alive else action
-
     @transfers.allows
     def __getattr__(self, name: str) -> Any:
         if name not in columns.NAMES:
@@ -458,13 +456,21 @@ class DropInBuffer(buffers.ReplayBuffer):
 
     def _stored(self, where: str, obs: Any) -> list[np.ndarray]:
         """Return the leaves with the space's shapes, in dtypes that can be stored."""
-        given = obs if isinstance(self.observation_space, spaces.Dict) else {None: obs}
-        if missing := [key for key, *_ in self._obs_specs if key not in given]:
+        specs = self._obs_specs
+        if not isinstance(specs, dict):
+            return [fitted(where, obs, *specs)]
+        if missing := [key for key in specs if key not in obs]:
             raise ValueError(f"{where}: missing {', '.join(missing)}")
-        return [
-            fitted(where + name, given[key], dtype, shape)
-            for key, name, dtype, shape in self._obs_specs
-        ]
+        return [fitted(f"{where}.{key}", obs[key], *spec) for key, spec in specs.items()]
+
+    @functools.cached_property
+    def _obs_specs(self) -> Any:
+        """Dtype and shape [n_envs, ...] of an observation, or of each leaf by its key, in JAX's
+        order of a dict."""
+        space, shapes = self.observation_space, cast(Any, self.obs_shape)
+        if not isinstance(space, spaces.Dict):
+            return space.dtype, (self.n_envs, *shapes)
+        return {key: (space[key].dtype, (self.n_envs, *shapes[key])) for key in sorted(shapes)}
 
     @functools.cached_property
     def _obs_dtypes(self) -> Any:
@@ -473,17 +479,6 @@ class DropInBuffer(buffers.ReplayBuffer):
         if not isinstance(space, spaces.Dict):
             return space.dtype
         return {key: one.dtype for key, one in space.items()}
-
-    @functools.cached_property
-    def _obs_specs(self) -> list[tuple[Any, str, Any, tuple[int, ...]]]:
-        """Key (None of a single leaf), name in errors, dtype and shape [n_envs, ...] of each leaf
-        of an observation, in JAX's order of a dict."""
-        dtypes, shapes = self._obs_dtypes, cast(Any, self.obs_shape)
-        if not isinstance(dtypes, dict):
-            return [(None, "", dtypes, (self.n_envs, *shapes))]
-        return [
-            (key, f".{key}", dtypes[key], (self.n_envs, *shapes[key])) for key in sorted(shapes)
-        ]
 
     def _attributes(self) -> dict[str, Any]:
         """Return the attributes that are saved with a state."""

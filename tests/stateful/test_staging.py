@@ -1,5 +1,8 @@
 """Steps of NumPy arrays wait on the host until a program adds them all: nobody can tell."""
 
+import os
+import sys
+
 import numpy as np
 import pytest
 
@@ -35,6 +38,24 @@ def test_a_loop_runs_one_program_for_its_adds_and_its_sample(monkeypatch):
         monkeypatch.setattr(owner, name, both)
     loop(20)
     assert seen == ["_add_and_sample"] * 20
+
+
+def test_a_plain_step_enters_few_functions():
+    replay, entered = make(steps=4), set()
+
+    def enters(frame, event, _):
+        code = frame.f_code
+        is_ours = code.co_filename.startswith(os.path.dirname(jr.__file__))
+        if event == "call" and is_ours and code.co_name[0] != "<":
+            entered.add(code)
+
+    given, before = step(4), sys.getprofile()
+    sys.setprofile(enters)
+    try:
+        replay.add(given)
+    finally:
+        sys.setprofile(before)
+    assert 3 < len(entered) <= 14
 
 
 @pytest.mark.parametrize("rows", ["device", "host"])

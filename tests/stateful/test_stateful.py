@@ -352,6 +352,7 @@ def test_a_number_is_held_as_it_is_or_refused():
         ("reward", np.float16, (1000.0, np.inf), (1e6,)),
         ("action", np.int8, (100,), (300,)),
         ("action", np.int32, (np.uint32(7),), (np.uint32(2**32 - 1),)),  # -1 by its bits
+        ("action", np.uint8, (200, np.uint16(7)), (-1, 256)),
         (
             "reward",
             np.float32,
