@@ -32,15 +32,15 @@ MUTATIONS = (
     (
         "the write head is off by one",
         "storage/writes.py",
-        "position=ring.wrap(end, layout.length),",
-        "position=ring.wrap(end + 1, layout.length),",
+        "position=ring.wrap(end, length),",
+        "position=ring.wrap(end + 1, length),",
         ORACLE,
     ),
     (
         "a lap that ends at the last row is not counted",
         "storage/writes.py",
-        "(end >= layout.length).astype",
-        "(end > layout.length).astype",
+        "(end >= length).astype",
+        "(end > length).astype",
         ORACLE,
     ),
     (
@@ -221,9 +221,9 @@ MUTATIONS = (
     ),
     (
         "an end counts a final row that opens an episode as one",
-        "storage/newest_row.py",
-        "ends = is_open & ~(is_final & ((last_flags & row_flags.FIRST) != 0))",
-        "ends = is_open",
+        "storage/writes.py",
+        "ends &= row_flags.is_of_episode(flags)",
+        "ends &= True",
         "buffers/test_end_streams.py",
     ),
     (
@@ -524,8 +524,8 @@ MUTATIONS = (
     (
         "other candidates have the numbers of earlier ones",
         "storage/adopt.py",
-        "end = counters.num_candidates if is_same else counters.num_candidates + count",
-        "end = counters.num_candidates",
+        "count if is_same else 0",
+        "count",
         "buffers/test_adopt.py",
     ),
     (

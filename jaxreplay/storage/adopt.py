@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxreplay._util.aliases import PyTree
-from jaxreplay.storage import newest_row, ring, row_flags, stored_arrays
+from jaxreplay.storage import newest_row, ring, row_flags, stored_arrays, writes
 from jaxreplay.storage.layout import Layout, Window
 from jaxreplay.storage.state import Counters, EpisodeTable, ReplayState, Rows, at
-from jaxreplay.storage.writes import count_expired, skipped
 
 
 def stays(before: Layout, layout: Layout) -> bool:
@@ -208,30 +207,23 @@ def derived(state: ReplayState, before: Layout | None) -> ReplayState:
         pending = jnp.minimum(filled, window.after or 0)
         state = state.replace(counters=counters.set(num_pending=pending))
         return _with_expired(state)
-    # The order of time, [E, length], in which all below is; the newest row is the last.
-    place = ring.arange(length)
-    position = layout.wrap(counters.position[:, None] + place)
-    row = layout.row(layout.envs()[:, None], position)
-    in_ring = ring.forward(counters.position[:, None], place, length)  # inverse of `position`
-    of_ring = lambda values: jnp.take_along_axis(values, in_ring, axis=1).reshape(-1)
+    # The whole ring is a block, which is counted again: [length, E], in the order of time.
+    place = ring.arange(length)[:, None]
+    is_written = place >= length - filled
+    row = layout.row(layout.envs(), layout.wrap(counters.position + place))
+    old = at(state.rows.flags, row)
 
     # Ends of episodes between two steps: their last rows become final.
-    is_written = place >= length - filled[:, None]
-    flags = at(state.rows.flags, row)
-    closes = is_written & layout.closes_episode(flags)
-    is_first = is_written & ((flags & row_flags.FIRST) != 0)
-    is_next_first = jnp.concatenate(
-        [is_first[:, 1:], layout.closes_episode(counters.last_flags)[:, None]], axis=1
+    closes = is_written & layout.closes_episode(old)
+    is_first = is_written & ((old & row_flags.FIRST) != 0)
+    is_next_first = jnp.append(
+        is_first[1:], layout.closes_episode(counters.last_flags)[None], axis=0
     )
     is_seam = is_written & ~closes & is_next_first
-    becomes_final = is_seam & (window.after != 0)
-    if window.after is not None and not (window.crosses_episodes or window.needs_final_obs):
-        becomes_final &= (flags & row_flags.TERMINATED) == 0
-    final = flags & row_flags.FIRST | jnp.uint8(row_flags.TRUNCATED | row_flags.FINAL)
-    flags = jnp.where(becomes_final, final, flags)
+    flags, is_final = newest_row.ended(window, old, is_seam)
 
-    # Candidates, and their numbers.
-    phase = None
+    # Candidates count from the first stored transition of each episode or, across episodes, of the
+    # stream. If the period stays, so do the marks.
     marks = lambda window: (
         window.needs_next_obs,
         window.period,
@@ -242,53 +234,36 @@ def derived(state: ReplayState, before: Layout | None) -> ReplayState:
         flags = flags & jnp.uint8(~row_flags.SKIPPED & 0xFF)
     if not window.needs_next_obs:
         flags = row_flags.skip_without_action(flags)
+    phase = None
     if is_new and window.period > 1:
-        # Count from the first stored transition of each episode or, across episodes, of the stream.
-        phase, marked = skipped(layout, jnp.zeros_like(filled), flags.T, is_written.T)
-        flags = marked.T
-    is_candidate = is_written & ((flags & window.no_candidate) == 0)
-    count = is_candidate.sum(axis=1, dtype=jnp.uint32)
-    is_same = before is not None and _candidates_of(before.window) == _candidates_of(window)
-    end = counters.num_candidates if is_same else counters.num_candidates + count
-    newer = count[:, None] - jnp.cumsum(is_candidate, axis=1, dtype=jnp.uint32) + is_candidate
+        phase, flags = writes.skipped(layout, jnp.zeros_like(filled), flags, is_written)
 
-    # The newest rows, whose window is not complete.
-    completes = is_written & ((flags & window.completed_by) != 0)
-    since = length - 1 - jnp.max(jnp.where(completes, place, -1), axis=1)
-    since = length if window.crosses_episodes else since
-    last_flags = counters.last_flags & jnp.uint8(~row_flags.SKIPPED & 0xFF)
-    last_flags |= jnp.where(filled > 0, flags[:, -1] & row_flags.SKIPPED, 0).astype(jnp.uint8)
-    new = counters.set(
-        num_candidates=end,
-        phase=phase,
-        last_flags=jnp.where(becomes_final[:, -1], flags[:, -1], last_flags),
-        num_pending=jnp.minimum(jnp.minimum(since, filled), window.after or 0),
-    )
-    # Episodes.
-    table = None
+    # The counts stay, unless other rows are candidates now. Any ordinal would do for the next row,
+    # but a restored state equals that which was saved. (A longer ring's may be too large.)
+    is_candidate = is_written & ((flags & window.no_candidate) == 0)
+    count = is_candidate.sum(axis=0, dtype=jnp.uint32)
+    is_same = before is not None and _candidates_of(before.window) == _candidates_of(window)
+    ends = (closes | is_seam) & row_flags.is_of_episode(flags)
     if layout.has_table:
-        is_none = is_first & ((flags & row_flags.FINAL) != 0)  # it belongs to no episode
-        ends = (closes | is_seam) & ~is_none
-        through = jnp.cumsum(ends, axis=1, dtype=jnp.int32)
-        # Any ordinal will do for the next row, since the others are counted back from it: the one
-        # that it had, as a restored state equals that which was saved. (A longer ring's may be too
-        # large.)
-        current = ring.split(counters.ordinal, length)[1]
-        ordinal = layout.wrap(layout.wrap(current - through[:, -1])[:, None] + through - ends)
-        entry = layout.row(layout.envs()[:, None], ordinal)
-        zeros = jnp.zeros((layout.capacity,), jnp.int32)
-        put = lambda where: stored_arrays.write(
-            zeros, jnp.where(where, entry, layout.capacity), position
-        )
-        table = EpisodeTable(of_ring(ordinal), put(ends), put(is_first & ~is_none))
-        is_open = (filled > 0) & ~ends[:, -1]
-        new = new.set(ordinal=current, is_open=is_open)
-    rows = Rows(state.rows.steps, of_ring(flags), of_ring(end[:, None] - newer), table)
-    return _with_expired(state.replace(rows=rows, counters=new))
+        counters = counters.set(ordinal=ring.split(counters.ordinal, length)[1])
+    num_ends = ends.sum(axis=0, dtype=jnp.int32)
+    counters = writes.taken_back(counters, filled, count if is_same else 0, num_ends)
+    counters, written = writes.counted(counters, flags, is_written, ends)
+    # The newest row's flags are not the last ones after an end that needs no final row.
+    last_flags = state.counters.last_flags
+    is_newest = is_final[-1] | (((old[-1] ^ last_flags) & ~row_flags.SKIPPED) == 0)
+    last_flags = jnp.where(is_newest, counters.last_flags, last_flags)
+    counters = counters.set(last_flags=last_flags, phase=phase)
+
+    zeros = jnp.zeros(layout.capacity, jnp.int32)
+    table = EpisodeTable(zeros, zeros, zeros) if layout.has_table else None
+    rows = Rows(state.rows.steps, state.rows.flags, zeros.astype(jnp.uint32), table)
+    rows = writes.note(rows, layout, written)
+    return _with_expired(state.replace(rows=rows, counters=counters))
 
 
 def _with_expired(state: ReplayState) -> ReplayState:
-    return state.replace(counters=state.counters.set(num_expired=count_expired(state)))
+    return state.replace(counters=state.counters.set(num_expired=writes.count_expired(state)))
 
 
 def _candidates_of(window: Window) -> tuple[object, ...]:

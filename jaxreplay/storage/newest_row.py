@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxreplay._util.aliases import PyTree
-from jaxreplay.storage import ring, row_flags, stored_arrays
+from jaxreplay.storage import ring, row_flags, stored_arrays, writes
+from jaxreplay.storage.layout import Window
 from jaxreplay.storage.state import ReplayState
 from jaxreplay.storage.writes import WriteEffect
 
@@ -36,43 +37,52 @@ def close(state: ReplayState, mask: jax.Array) -> tuple[ReplayState, WriteEffect
       The new state, whose sampler is still to observe the effect; the effect, None if the window is
       unbounded.
     """
-    layout, counters = state.layout, state.counters
-    last_flags, num_pending, phase = counters.last_flags, counters.num_pending, counters.phase
-    is_empty = counters.filled == 0
-    is_open = mask & ~is_empty & ~layout.closes_episode(last_flags)
-    is_final = is_open & (True if num_pending is None else num_pending > 0)  # from now on
+    layout, counters, last_flags = state.layout, state.counters, state.counters.last_flags
+    is_empty, phase = counters.filled == 0, counters.phase
+    ends = mask & ~is_empty & ~layout.closes_episode(last_flags)
+    flags, is_final = ended(layout.window, last_flags, ends)
     is_given_up = is_final & layout.window.needs_next_obs
 
+    # The final row is counted in place of the newest one.
+    is_candidate = is_final & ((last_flags & layout.window.no_candidate) == 0)
+    before = writes.taken_back(counters, is_final, is_candidate, 0)
+    new, written = writes.counted(before, flags[None], is_final[None], ends[None])
     if phase is not None:
         before = jnp.where(phase > 0, phase - 1, layout.window.period - 1)
         phase = jnp.where(is_given_up, before, phase)
     # The next row opens an episode, also after a clear.
-    flags = jnp.where(is_final, last_flags & row_flags.FIRST | row_flags.TRUNCATED, 0)
-    flags = flags.astype(jnp.uint8) | jnp.uint8(row_flags.FINAL)
-    is_candidate = is_given_up & ((last_flags & layout.window.no_candidate) == 0)
-    new = counters.set(
-        last_flags=jnp.where(is_open | (mask & is_empty), flags, last_flags),
-        num_candidates=counters.num_candidates - is_candidate.astype(jnp.uint32),
-        phase=phase,
-        num_pending=None
-        if num_pending is None or layout.window.crosses_episodes
-        else jnp.where(is_final, 0, num_pending),
-    )
+    final = jnp.where(is_final, flags, jnp.uint8(row_flags.FINAL))
+    last_flags = jnp.where(ends | (mask & is_empty), final, last_flags)
     position = layout.wrap(counters.position - 1)  # of the newest row
-    rows = state.rows.replace(flags=_rewritten(state, position, is_final, flags))
-    if layout.has_table:
-        # A final row that opens an episode belongs to none.
-        ends = is_open & ~(is_final & ((last_flags & row_flags.FIRST) != 0))
-        entry = jnp.where(ends, layout.row(layout.envs(), counters.ordinal), layout.capacity)
-        if (table := rows.table) is not None:  # rows of a checkpoint have none yet
-            end_position = stored_arrays.write(table.end_position, entry, position)
-            rows = rows.replace(table=table.replace(end_position=end_position))
-        new = new.set(
-            ordinal=layout.wrap(counters.ordinal + ends), is_open=counters.is_open & ~ends
-        )
-    after = state.replace(rows=rows, counters=new)
-    effect = _effect(after, num_pending, is_given_up) if layout.window.is_bounded else None
+    row = jnp.where(is_final, layout.row(layout.envs(), position), layout.capacity)
+    rows = state.rows.replace(flags=stored_arrays.write(state.rows.flags, row, flags))
+    if (table := rows.table) is not None:  # rows of a checkpoint have none yet
+        end_position = stored_arrays.write(table.end_position, written.end_entry, position)
+        rows = rows.replace(table=table.replace(end_position=end_position))
+    # The head stays: if it were counted, XLA would make kernels for it.
+    names = "num_candidates", "num_pending", "ordinal", "is_open"
+    found = {name: getattr(new, name) for name in names}
+    counters = counters.set(last_flags=last_flags, phase=phase, **found)
+    after = state.replace(rows=rows, counters=counters)
+    bounded = layout.window.is_bounded
+    effect = _effect(after, state.counters.num_pending, is_given_up) if bounded else None
     return after, effect
+
+
+def ended(window: Window, flags: jax.Array, ends: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the flags of rows, uint8[...], and which of them become final rows, bool[...]: those
+    that end an episode between two steps, and whose window waits for the row after them.
+
+    Args:
+      window: Window of the layout.
+      flags: uint8[...], of the rows.
+      ends: bool[...], True for rows after which an episode ends, though no flag says so.
+    """
+    is_final = ends & (window.after != 0)
+    if window.after is not None and not window.crosses_episodes:
+        is_final &= (flags & window.completed_by) == 0
+    final = flags & row_flags.FIRST | jnp.uint8(row_flags.TRUNCATED | row_flags.FINAL)
+    return jnp.where(is_final, final, flags), is_final
 
 
 def _effect(after: ReplayState, num_waiting: Any, is_given_up: jax.Array) -> WriteEffect:
@@ -148,25 +158,9 @@ def reopen(state: ReplayState, mask: jax.Array, was_first: jax.Array) -> ReplayS
     """
     layout, counters = state.layout, state.counters
     flags = jnp.asarray(was_first).astype(jnp.uint8) * jnp.uint8(row_flags.FIRST)
-    new = counters.set(
-        position=jnp.where(mask, layout.wrap(counters.position - 1), counters.position),
-        filled=counters.filled - mask,
-        lap=counters.lap - (mask & (counters.position == 0)).astype(jnp.uint32),
-        last_flags=jnp.where(mask, flags, counters.last_flags),
-    )
-    if layout.has_table:
-        new = new.set(
-            ordinal=jnp.where(mask, layout.wrap(counters.ordinal - 1), counters.ordinal),
-            is_open=counters.is_open | mask,
-        )
-    flags = _rewritten(state, layout.wrap(counters.position - 2), mask, flags)
-    return state.replace(rows=state.rows.replace(flags=flags), counters=new)
-
-
-def _rewritten(
-    state: ReplayState, position: jax.Array, mask: jax.Array, flags: jax.Array
-) -> jax.Array:
-    """Return the flags of all rows, with new ones, uint8[E], of a row of each stream."""
-    layout = state.layout
-    row = jnp.where(mask, layout.row(layout.envs(), position), layout.capacity)
-    return stored_arrays.write(state.rows.flags, row, flags)
+    row = layout.row(layout.envs(), layout.wrap(counters.position - 2))
+    row = jnp.where(mask, row, layout.capacity)
+    rows = state.rows.replace(flags=stored_arrays.write(state.rows.flags, row, flags))
+    new = writes.taken_back(counters, mask, 0, mask)  # a final row is no candidate
+    new = new.set(last_flags=jnp.where(mask, flags, counters.last_flags))
+    return state.replace(rows=rows, counters=new)

@@ -23,7 +23,7 @@ from jaxreplay._util.aliases import Autoreset
 
 # Bits of a row's flags, a uint8.
 TERMINATED, TRUNCATED, FINAL, FIRST, SKIPPED = 1, 2, 4, 8, 16
-NO_STEP = FIRST | FINAL  # a row that belongs to no episode
+NO_STEP = FIRST | FINAL
 
 
 class Rows(NamedTuple):
@@ -68,6 +68,12 @@ def rows_of(
 def has_no_action(flags: jax.Array) -> jax.Array:
     """Return which rows have a final observation alone: bool[...], from their flags, uint8[...]."""
     return (flags & (FINAL | TRUNCATED)) == FINAL
+
+
+def is_of_episode(flags: jax.Array) -> jax.Array:
+    """Return which rows belong to an episode: bool[...], from their flags, uint8[...]. A final row
+    that is the first one belongs to none."""
+    return (flags & NO_STEP) != NO_STEP
 
 
 def skip_without_action(flags: jax.Array) -> jax.Array:

@@ -26,16 +26,16 @@ class Writes(NamedTuple):
 
     row: jax.Array  # int32[K, E]; capacity where nothing is written
     is_written: jax.Array  # bool[K, E]
-    flags: jax.Array | None  # uint8[K, E]; None for plain items
+    flags: Any  # uint8[K, E]; None for plain items
     age: jax.Array  # int32[K, E]: rows of its stream written after it
     num_rows: jax.Array  # int32[E]: rows written in each stream
     num_waiting: Any  # int32[E]: rows that were pending before; None if the window is unbounded
-    candidate_number: jax.Array | None = None  # uint32[K, E]; None for plain items
+    candidate_number: Any = None  # uint32[K, E]; None for plain items
     # None without an episode table:
-    ordinal: jax.Array | None = None  # int32[K, E]: each row's episode
+    ordinal: Any = None  # int32[K, E]: each row's episode
     # int32[K, E]: entry of `EpisodeTable.end_position` that gets the position; capacity for none
-    end_entry: jax.Array | None = None
-    start_entry: jax.Array | None = None  # the same for `EpisodeTable.start_position`
+    end_entry: Any = None
+    start_entry: Any = None  # the same for `EpisodeTable.start_position`
     agents: jax.Array | None = None  # uint8[T, E, A]: bytes of several agents
 
 
@@ -59,59 +59,14 @@ def advance(state: ReplayState, steps: PyTree, mask: jax.Array | None) -> tuple[
     if before.num_expired is not None:  # the last sample may have read flags for the look-back
         taken = xla.after(taken, before.num_expired)
 
-    # Which rows are written, and their flags.
-    new, flags, is_written, bytes_of_agents = before, None, taken, None
+    flags, is_written, bytes_of_all = None, taken, None
     if layout.autoreset is not None:
-        of_env = steps.terminated, steps.truncated
-        if steps.terminated.ndim > taken.ndim:
-            bytes_of_agents = _bytes_of_agents(state, steps, taken)
-            of_env = agents.flags_of_env(bytes_of_agents)
-        flags, is_written = row_flags.rows_of(layout.autoreset, *of_env, taken, before.last_flags)
-        if not layout.window.needs_next_obs:
-            flags = row_flags.skip_without_action(flags)
-        if before.phase is not None:
-            phase, flags = skipped(layout, before.phase, flags, is_written)
-            new = new.set(phase=phase)
-
-    # Where they go.
-    if layout.lockstep:  # the positions are known without looking at the block
-        nth = jnp.broadcast_to(ring.arange(num_steps)[:, None], is_written.shape)
-        num_rows = jnp.full(envs.shape, num_steps, jnp.int32)
-    else:
-        nth = jnp.cumsum(is_written, axis=0, dtype=jnp.int32) - 1
-        num_rows = nth[-1] + 1
-    age = num_rows - 1 - nth
-    end = before.position + num_rows
-    new = new.set(
-        position=ring.wrap(end, layout.length),
-        filled=jnp.minimum(before.filled + num_rows, layout.length),
-        lap=before.lap + (end >= layout.length).astype(jnp.uint32),
-    )
-    # Rows, and candidate numbers below, are counted back from the new counts. If they were
-    # counted forward from the old ones, XLA would keep a copy of these for later kernels.
-    row = layout.row(envs, layout.wrap(new.position - 1 - age))
-    writes = Writes(
-        jnp.where(is_written, row, layout.capacity),
-        is_written,
-        flags,
-        age,
-        num_rows,
-        num_waiting=before.num_pending,
-        agents=bytes_of_agents,
-    )
-
-    # Which of them are candidates, which rows are pending, and which episodes end.
-    if flags is not None:
-        is_candidate = is_written & ((flags & layout.window.no_candidate) == 0)
-        count = before.num_candidates + is_candidate.sum(axis=0, dtype=jnp.uint32)
-        newest = jnp.where(is_written & (age == 0), flags, 0).sum(axis=0, dtype=jnp.uint8)
-        last_flags = jnp.where(num_rows > 0, newest, before.last_flags)
-        new = new.set(last_flags=last_flags, num_candidates=count)
-        writes = writes._replace(candidate_number=count - _from_each_on(is_candidate))
-    if before.num_pending is not None:
-        new = new.set(num_pending=count_pending(layout, before.num_pending, writes))
-    if layout.has_table:
-        new, writes = _noted(layout, new, writes)
+        newest = _newest_bytes(state) if steps.terminated.ndim > taken.ndim else None
+        before, flags, is_written, bytes_of_all = rows_of(
+            before, steps.terminated, steps.truncated, taken, newest
+        )
+    new, writes = counted(before, flags, is_written)
+    writes = writes._replace(agents=bytes_of_all)
     if layout.traits.in_line:
         # In one kernel. Otherwise XLA fuses the counting into each write again.
         if writes.num_waiting is not None:  # else XLA keeps a copy of the old counts
@@ -121,15 +76,142 @@ def advance(state: ReplayState, steps: PyTree, mask: jax.Array | None) -> tuple[
     return new, writes
 
 
-def _bytes_of_agents(state: ReplayState, steps: PyTree, taken: jax.Array) -> jax.Array:
-    """Return the bytes of several agents in a block of steps: uint8[T, E, A]."""
+def rows_of(
+    counters: Counters,
+    terminated: jax.Array,
+    truncated: jax.Array,
+    taken: jax.Array,
+    newest: jax.Array | None = None,
+) -> tuple[Counters, jax.Array, jax.Array, jax.Array | None]:
+    """Return which rows a block of steps writes, and their flags.
+
+    Args:
+      counters: The counters before the block.
+      terminated: bool[T, E], or bool[T, E, A] of several agents.
+      truncated: The same.
+      taken: bool[T, E], False where an env took no step.
+      newest: uint8[E, A], bytes of several agents in the newest rows. Default: one agent.
+
+    Returns:
+      The counters with the phase after the block; uint8[K, E], flags; bool[K, E], True for rows
+      that are written; uint8[T, E, A], bytes of several agents, or None.
+    """
+    layout, of_agents = counters.layout, None
+    if newest is not None:
+        is_cleared = (counters.filled == 0) & (counters.lap > 0)
+        given = terminated, truncated, taken, counters.last_flags
+        of_agents = bytes_of_agents(layout, *given, newest, is_cleared)
+        terminated, truncated = agents.flags_of_env(of_agents)
+    assert layout.autoreset is not None
+    flags, is_written = row_flags.rows_of(
+        layout.autoreset, terminated, truncated, taken, counters.last_flags
+    )
+    if not layout.window.needs_next_obs:
+        flags = row_flags.skip_without_action(flags)
+    if counters.phase is not None:
+        phase, flags = skipped(layout, counters.phase, flags, is_written)
+        counters = counters.set(phase=phase)
+    return counters, flags, is_written, of_agents
+
+
+def counted(
+    counters: Counters, flags: jax.Array | None, is_written: jax.Array, ends: Any = None
+) -> tuple[Counters, Writes]:
+    """Return where the rows of a block go, and what is known of them: which are candidates, which
+    are pending, and which end episodes.
+
+    Args:
+      counters: The counters before the block.
+      flags: uint8[K, E]; None for plain items.
+      is_written: bool[K, E], True for rows that are written.
+      ends: bool[K, E], True for the last rows of episodes, if rows are counted again. Default: the
+        block is of new steps, whose flags say it.
+
+    Returns:
+      The counters after the block, but for `num_expired`; the rows to be written.
+    """
+    layout, new = counters.layout, counters
+    envs, window, length = layout.envs(counters.some), layout.window, layout.length
+
+    # Where they go.
+    if layout.lockstep and ends is None:  # the positions are known without looking at the block
+        num_steps = len(is_written)
+        nth = jnp.broadcast_to(ring.arange(num_steps)[:, None], is_written.shape)
+        num_rows = jnp.full(envs.shape, num_steps, jnp.int32)
+    else:
+        nth = jnp.cumsum(is_written, axis=0, dtype=jnp.int32) - 1
+        num_rows = nth[-1] + 1
+    age = num_rows - 1 - nth
+    end = counters.position + num_rows
+    new = new.set(
+        position=ring.wrap(end, length),
+        filled=jnp.minimum(counters.filled + num_rows, length),
+        lap=counters.lap + (end >= length).astype(jnp.uint32),
+    )
+    # Rows, and candidate numbers below, are counted back from the new counts. If they were
+    # counted forward from the old ones, XLA would keep a copy of these for later kernels.
+    row = layout.row(envs, layout.wrap(new.position - 1 - age))
+    row = jnp.where(is_written, row, layout.capacity)
+    writes = Writes(row, is_written, flags, age, num_rows, counters.num_pending)
+    from_each_on = lambda is_one: jnp.flip(  # itself included
+        jnp.cumsum(jnp.flip(is_one, axis=0), axis=0, dtype=jnp.uint32), axis=0
+    )
+
+    # Which of them are candidates, which rows are pending, and which episodes end.
+    if flags is not None:
+        is_candidate = is_written & ((flags & window.no_candidate) == 0)
+        count = counters.num_candidates + is_candidate.sum(axis=0, dtype=jnp.uint32)
+        newest = jnp.where(is_written & (age == 0), flags, 0).sum(axis=0, dtype=jnp.uint8)
+        last_flags = jnp.where(num_rows > 0, newest, counters.last_flags)
+        new = new.set(last_flags=last_flags, num_candidates=count)
+        writes = writes._replace(candidate_number=count - from_each_on(is_candidate))
+    if counters.num_pending is not None:
+        new = new.set(num_pending=count_pending(layout, counters.num_pending, writes))
+    if layout.has_table:
+        assert flags is not None
+        ends = is_written & layout.closes_episode(flags) if ends is None else ends
+        ends &= row_flags.is_of_episode(flags)
+        starts = is_written & ((flags & row_flags.NO_STEP) == row_flags.FIRST)
+        current = layout.wrap(counters.ordinal + ends.sum(axis=0, dtype=jnp.int32))
+        ordinal = layout.wrap(current - from_each_on(ends).astype(jnp.int32))
+        row = layout.row(envs, ordinal)
+        entry = lambda where: jnp.where(where, row, layout.capacity)
+        is_open = (counters.is_open | (num_rows > 0)) & ~jnp.any(ends & (age == 0), axis=0)
+        new = new.set(ordinal=current, is_open=is_open)
+        writes = writes._replace(ordinal=ordinal, end_entry=entry(ends), start_entry=entry(starts))
+    return new, writes
+
+
+def taken_back(counters: Counters, num_rows: Any, num_candidates: Any, num_ends: Any) -> Counters:
+    """Return the counters without the newest rows of each stream, which may be counted again.
+
+    Args:
+      counters: The counters with these rows.
+      num_rows: int32[E], their number.
+      num_candidates: uint32[E], the number of candidates among them.
+      num_ends: int32[E], the number of episodes that end with one of them.
+    """
+    wrap = counters.layout.wrap
+    new = counters.set(
+        position=wrap(counters.position - num_rows),
+        filled=counters.filled - num_rows,
+        lap=counters.lap - (counters.position < num_rows).astype(jnp.uint32),
+        num_candidates=counters.num_candidates - num_candidates,
+    )
+    if counters.num_pending is not None:
+        new = new.set(num_pending=jnp.maximum(counters.num_pending - num_rows, 0))
+    if counters.layout.has_table:
+        is_open = counters.is_open | (num_ends > 0)
+        new = new.set(ordinal=wrap(counters.ordinal - num_ends), is_open=is_open)
+    return new
+
+
+def _newest_bytes(state: ReplayState) -> jax.Array:
+    """Return the bytes of several agents in the newest rows: uint8[E, A]."""
     layout, counters = state.layout, state.counters
     env = jnp.minimum(layout.envs(counters.some), layout.num_envs - 1)
     newest = layout.row(env, layout.wrap(counters.position - 1))
-    of_newest = stored_arrays.read(state.rows.steps.terminated, newest)
-    is_cleared = (counters.filled == 0) & (counters.lap > 0)
-    flags = steps.terminated, steps.truncated
-    return bytes_of_agents(layout, *flags, taken, counters.last_flags, of_newest, is_cleared)
+    return stored_arrays.read(state.rows.steps.terminated, newest)
 
 
 def bytes_of_agents(
@@ -188,40 +270,11 @@ def skipped(
     return phase, jnp.where(is_transition & (place != 0), flags | row_flags.SKIPPED, flags)
 
 
-def _noted(layout: Layout, counters: Counters, writes: Writes) -> tuple[Counters, Writes]:
-    """Count the episodes. Return the counters, and the writes with their entries of the episode
-    table."""
-    assert writes.flags is not None
-    is_first, is_final = ((writes.flags & bit) != 0 for bit in (row_flags.FIRST, row_flags.FINAL))
-    closes = writes.is_written & layout.closes_episode(writes.flags) & ~(is_first & is_final)
-    current = layout.wrap(counters.ordinal + closes.sum(axis=0, dtype=jnp.int32))
-    ordinal = layout.wrap(current - _from_each_on(closes).astype(jnp.int32))
-    is_newest = writes.is_written & (writes.age == 0)
-
-    def entry(where):
-        return jnp.where(where, layout.row(layout.envs(counters.some), ordinal), layout.capacity)
-
-    counters = counters.set(
-        ordinal=current,
-        is_open=jnp.where(
-            writes.num_rows > 0, ~jnp.any(is_newest & closes, axis=0), counters.is_open
-        ),
-    )
-    return counters, writes._replace(
-        ordinal=ordinal,
-        end_entry=entry(closes),
-        start_entry=entry(writes.is_written & is_first & ~is_final),
-    )
-
-
 def write(rows: Rows, layout: Layout, steps: PyTree, writes: Writes) -> Rows:
     """Write the rows of a block of steps, which `advance` has counted."""
-
-    def put(stored, new, row):
-        return stored_arrays.tree_map(
-            lambda leaf, values: stored_arrays.write(leaf, row, values), stored, new
-        )
-
+    put = lambda stored, new, row: stored_arrays.tree_map(
+        lambda leaf, values: stored_arrays.write(leaf, row, values), stored, new
+    )
     if rows.flags is None:
         return rows.replace(steps=put(rows.steps, steps, writes.row))
     new = stored_step(steps, writes.agents)
@@ -231,18 +284,22 @@ def write(rows: Rows, layout: Layout, steps: PyTree, writes: Writes) -> Rows:
         stored = rest.replace(obs=put(rows.steps.obs, _with_final_obs(steps), writes.row))
     else:
         stored = put(rows.steps, new, writes.row)
-    table = rows.table
+    return note(rows.replace(steps=stored), layout, writes)
+
+
+def note(rows: Rows, layout: Layout, writes: Writes) -> Rows:
+    """Write what is known of rows that `counted` returned: flags, candidate numbers, episodes."""
+    put, table = stored_arrays.write, rows.table
     if table is not None:
         _, position = layout.split(writes.row)
         table = EpisodeTable(
-            put(table.ordinal, writes.ordinal, writes.row),
-            put(table.end_position, position, writes.end_entry),
-            put(table.start_position, position, writes.start_entry),
+            put(table.ordinal, writes.row, writes.ordinal),
+            put(table.end_position, writes.end_entry, position),
+            put(table.start_position, writes.start_entry, position),
         )
-    return Rows(
-        steps=stored,
-        flags=put(rows.flags, writes.flags, writes.row),
-        candidate_number=put(rows.candidate_number, writes.candidate_number, writes.row),
+    return rows.replace(
+        flags=put(rows.flags, writes.row, writes.flags),
+        candidate_number=put(rows.candidate_number, writes.row, writes.candidate_number),
         table=table,
     )
 
@@ -481,8 +538,3 @@ def effect_of(after: ReplayState, writes: Writes) -> WriteEffect | None:
         age=join(age, writes.age, layout.length - 1 - jnp.broadcast_to(place, oldest.shape)),
         start=start,
     )
-
-
-def _from_each_on(is_one: jax.Array) -> jax.Array:
-    """Count the True values from each row on, itself included: uint32[K, E]."""
-    return jnp.flip(jnp.cumsum(jnp.flip(is_one, axis=0), axis=0, dtype=jnp.uint32), axis=0)

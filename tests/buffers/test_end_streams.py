@@ -60,3 +60,20 @@ def test_it_is_a_truncated_step(make, options):
         # Of an episode of one step, the table has an entry that is not read, until the next.
         since = int(buffer.track_episodes)
         assert_same(*(nth(states, (slice(since, None), which)) for which in (0, 1)))
+
+
+def test_a_truncated_step_of_chunks_that_ended_stays_a_step_in_another_buffer():
+    """Its window is known without the row after it, so it need not become a final row, which would
+    belong to no episode."""
+    make = lambda length: jr.chunks(
+        capacity=length, action=2, batch_size=4, autoreset="next_step", track_episodes=True
+    )
+    buffer, longer = make(4), make(8)
+
+    @jax.jit
+    def run(steps):
+        state = longer.adopt(buffer.end_streams(begun(buffer, steps)))
+        return longer.episode_table(state).is_complete(jnp.arange(2))
+
+    time = np.float32([[0]])
+    assert run(plain_step(time, truncated=time == 0)).tolist() == [True, False]

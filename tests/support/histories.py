@@ -1,5 +1,6 @@
 """Random histories of all operations. One program runs a whole history on a buffer, alone or beside
-others under `vmap`, and an oracle of lists goes through it afterwards.
+others under `vmap`, and an oracle of lists goes through it afterwards. At its end, all that is
+known of the rows is derived from them again, and must be the same.
 
 A configuration is hashable, and has the fields and methods of `Config` in
 `storage/test_oracle_streams.py`.
@@ -13,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler
+from jaxreplay.storage import adopt, row_flags
 from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.types import Index
+from tests.support.sampling import assert_same
 from tests.support.steps import nth, stacked
 
 LENGTH = 64  # operations of a history
@@ -129,8 +132,10 @@ def go_through(config, seeds):
     else:
         found = [jax.device_get(_program(config)(*one)) for one in given]
     models = [config.model(config.oracle(), start) for start in starts]
-    for seed, model, history, observed in zip(seeds, models, histories, found, strict=True):
+    for seed, model, history, one in zip(seeds, models, histories, found, strict=True):
+        observed, *both = one
         _compare(config, model, history, observed, f"history {seed}")
+        assert_same(*both)
     return models
 
 
@@ -151,6 +156,28 @@ def _compare(config, model, history, observed, name):
         model.after(kind)
         is_asked = at == len(history) - 1 or r.random() < 0.12
         drawn.append(config.check(model, nth(observed, at), is_asked, where))
+
+
+def known(state):
+    """Return what is known of a state's rows, all of which follows from them: its counters; of
+    stored rows their flags, candidate numbers and episodes; and the places of the ends that have
+    come, and of starts that are stored. Table entries of other episodes are never read."""
+    layout, rows, table = state.layout, state.rows, state.rows.table
+    of_rows, row = {}, jnp.arange(layout.capacity)
+    if rows.flags is not None:
+        of_rows = {"flags": rows.flags, "number": rows.candidate_number}
+    if table is not None:
+        entry = row // layout.length * layout.length + table.ordinal
+        has_ended = table.ordinal != jnp.repeat(state.counters.ordinal, layout.length)
+        opens = rows.flags & row_flags.NO_STEP == row_flags.FIRST
+        of_rows |= {
+            "episode": table.ordinal,
+            "end": jnp.where(has_ended, table.end_position[entry], 0),
+            "start": jnp.where(opens, table.start_position[entry], 0),
+        }
+    is_stored = state.is_written(row)
+    of_rows = {name: jnp.where(is_stored, values, 0) for name, values in of_rows.items()}
+    return of_rows | {name: getattr(state.counters, name) for name in layout.counter_names}
 
 
 def arrays_of(config, history):
@@ -250,6 +277,8 @@ def _program(config):
             state = state.replace(sampler=state.sampler.replace(next=first, lost=start))
         shape = RECENT, buffer.batch_size
         indices = Index(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.uint32))
-        return jax.lax.scan(go, (state, state.sampler, indices), arrays)[1]
+        (state, *_), observed = jax.lax.scan(go, (state, state.sampler, indices), arrays)
+        state = state.replace(sampler=None)
+        return observed, known(state), known(adopt.derived(state, state.layout))
 
     return jax.jit(jax.vmap(run) if config.is_population else run)
