@@ -255,10 +255,16 @@ def derived(state: ReplayState, before: Layout | None) -> ReplayState:
     last_flags = jnp.where(is_newest, counters.last_flags, last_flags)
     counters = counters.set(last_flags=last_flags, phase=phase)
 
-    zeros = jnp.zeros(layout.capacity, jnp.int32)
-    table = EpisodeTable(zeros, zeros, zeros) if layout.has_table else None
-    rows = Rows(state.rows.steps, state.rows.flags, zeros.astype(jnp.uint32), table)
-    rows = writes.note(rows, layout, written)
+    zeros, table = jnp.zeros(layout.capacity, jnp.int32), None
+    # Inverse of the order of time. A gather of all rows takes half the time of a scatter.
+    in_time = ring.forward(state.counters.position, place, length)
+    of_rows = lambda values: jnp.take_along_axis(values, in_time, axis=0).T.reshape(-1)
+    if layout.has_table:
+        _, position = layout.split(written.row)
+        put = lambda entry: stored_arrays.write(zeros, entry, position)
+        ends, starts = put(written.end_entry), put(written.start_entry)
+        table = EpisodeTable(of_rows(written.ordinal), ends, starts)
+    rows = Rows(state.rows.steps, of_rows(flags), of_rows(written.candidate_number), table)
     return _with_expired(state.replace(rows=rows, counters=counters))
 
 

@@ -284,23 +284,19 @@ def write(rows: Rows, layout: Layout, steps: PyTree, writes: Writes) -> Rows:
         stored = rest.replace(obs=put(rows.steps.obs, _with_final_obs(steps), writes.row))
     else:
         stored = put(rows.steps, new, writes.row)
-    return note(rows.replace(steps=stored), layout, writes)
-
-
-def note(rows: Rows, layout: Layout, writes: Writes) -> Rows:
-    """Write what is known of rows that `counted` returned: flags, candidate numbers, episodes."""
-    put, table = stored_arrays.write, rows.table
+    write, table = stored_arrays.write, rows.table
     if table is not None:
         _, position = layout.split(writes.row)
         table = EpisodeTable(
-            put(table.ordinal, writes.row, writes.ordinal),
-            put(table.end_position, writes.end_entry, position),
-            put(table.start_position, writes.start_entry, position),
+            write(table.ordinal, writes.row, writes.ordinal),
+            write(table.end_position, writes.end_entry, position),
+            write(table.start_position, writes.start_entry, position),
         )
-    return rows.replace(
-        flags=put(rows.flags, writes.row, writes.flags),
-        candidate_number=put(rows.candidate_number, writes.row, writes.candidate_number),
-        table=table,
+    return Rows(
+        stored,
+        write(rows.flags, writes.row, writes.flags),
+        write(rows.candidate_number, writes.row, writes.candidate_number),
+        table,
     )
 
 
