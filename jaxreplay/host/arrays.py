@@ -270,10 +270,8 @@ class Format:
         if envs is not None:
             envs = np.asarray(envs)
             step_checks.check_envs(where, envs, buffer.layout(), num_envs)
-        with_axis = lambda *trees: jax.tree.map(lambda leaf: leaf[None], trees)
-        if not axes:
-            steps, mask, priority = with_axis(steps, mask, priority)
-        axes = (*axes[:-1][:1], num_envs if envs is None else len(envs))
+        if axes:
+            axes = (*axes[:-1][:1], num_envs if envs is None else len(envs))
         self.check(where, steps, axes)
         if mask is not None:
             step_checks.check_mask(where, mask, buffer.allow_mask or envs is not None, axes)
@@ -284,8 +282,8 @@ class Format:
         is_taken = np.ones(axes, bool) if mask is None else np.asarray(mask)
         if envs is not None:
             is_taken = is_taken & (envs >= 0) & (envs < num_envs)
-        if len(axes) == 1:
-            steps, mask, priority = with_axis(steps, mask, priority)
+        for _ in range(2 - len(axes)):
+            steps, mask, priority = jax.tree.map(lambda leaf: leaf[None], (steps, mask, priority))
         return Block(steps, mask, priority, envs, int(is_taken.sum()))
 
     def _in_order(self, where: str, given: tuple[Any, ...]) -> list[Any]:
