@@ -211,7 +211,7 @@ def derived(state: ReplayState, before: Layout | None) -> ReplayState:
     place = ring.arange(length)[:, None]
     is_written = place >= length - filled
     row = layout.row(layout.envs(), layout.wrap(counters.position + place))
-    old = at(state.rows.flags, row)
+    old = at(state.rows.flags, row.T).T
 
     # Ends of episodes between two steps: their last rows become final.
     closes = is_written & layout.closes_episode(old)
@@ -257,11 +257,11 @@ def derived(state: ReplayState, before: Layout | None) -> ReplayState:
 
     zeros, table = jnp.zeros(layout.capacity, jnp.int32), None
     # Inverse of the order of time. A gather of all rows takes half the time of a scatter.
-    in_time = ring.forward(state.counters.position, place, length)
-    of_rows = lambda values: jnp.take_along_axis(values, in_time, axis=0).T.reshape(-1)
+    in_time = ring.forward(state.counters.position[:, None], place.T, length)
+    of_rows = lambda values: jnp.take_along_axis(values.T, in_time, axis=1).reshape(-1)
     if layout.has_table:
         _, position = layout.split(written.row)
-        put = lambda entry: stored_arrays.write(zeros, entry, position)
+        put = lambda entry: stored_arrays.write(zeros, entry.T, position.T)
         ends, starts = put(written.end_entry), put(written.start_entry)
         table = EpisodeTable(of_rows(written.ordinal), ends, starts)
     rows = Rows(state.rows.steps, of_rows(flags), of_rows(written.candidate_number), table)

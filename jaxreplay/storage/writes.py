@@ -153,9 +153,7 @@ def counted(
     row = layout.row(envs, layout.wrap(new.position - 1 - age))
     row = jnp.where(is_written, row, layout.capacity)
     writes = Writes(row, is_written, flags, age, num_rows, counters.num_pending)
-    from_each_on = lambda is_one: jnp.flip(  # itself included
-        jnp.cumsum(jnp.flip(is_one, axis=0), axis=0, dtype=jnp.uint32), axis=0
-    )
+    from_each_on = lambda is_one: jax.lax.cumsum(is_one.astype(jnp.uint32), axis=0, reverse=True)
 
     # Which of them are candidates, which rows are pending, and which episodes end.
     if flags is not None:
