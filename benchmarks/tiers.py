@@ -92,7 +92,7 @@ def ours(num_rows: int, kind: str, shape: Any, dtype: Any, rows: Any) -> Way:
     store = own._store
 
     def evict() -> None:
-        for array in store.arrays.values():
+        for array in store._files.arrays.values():
             give_up(array.ctypes.data, array.nbytes)
         give_up_files(pathlib.Path(rows))
         store._is_cold.clear()
@@ -190,7 +190,7 @@ def prefetched(num_rows: int, folder: pathlib.Path, rounds: int) -> dict[str, fl
         replay = jr.Replay(buffer_of(num_rows, "uniform"), rows=own, prefetch=prefetch)
         for block in range(num_rows // (NUM_ENVS * BLOCK)):
             replay.add(steps_of((21,), np.float32, block))
-        store: Any = replay._owner.tier._store
+        store: Any = replay._owner.place.tier._store
         store.flush()
         times = []
         for _ in range(rounds):
@@ -198,7 +198,7 @@ def prefetched(num_rows: int, folder: pathlib.Path, rounds: int) -> dict[str, fl
             jax.block_until_ready(replay.sample())
             time.sleep(0.04)
             times.append(time.perf_counter() - start)
-            for array in store.arrays.values():
+            for array in store._files.arrays.values():
                 give_up(array.ctypes.data, array.nbytes)
             give_up_files(own)
             store._is_cold.clear()

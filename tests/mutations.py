@@ -305,20 +305,6 @@ MUTATIONS = (
         "buffers/test_tiered.py",
     ),
     (
-        "padding among envs (-1) is written on the host",
-        "buffers/tiered.py",
-        "is_env = (env >= 0) & (env < self.buffer.num_envs)",
-        "is_env = env < self.buffer.num_envs",
-        "buffers/test_tiered.py buffers/test_tiered_files.py",
-    ),
-    (
-        "the journal takes the flags of padded envs",
-        "buffers/tiered.py",
-        "env = slice(None) if envs is None else np.where(is_written.any(axis=0), envs, 0)",
-        "env = slice(None) if envs is None else envs",
-        "buffers/test_tiered.py buffers/test_tiered_files.py",
-    ),
-    (
         "rows larger than the host's memory are allocated",
         "buffers/tiered.py",
         "if free is not None and needs > free:\n            raise MemoryError(",

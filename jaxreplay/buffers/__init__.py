@@ -10,3 +10,4 @@ from jaxreplay.buffers.replay_buffer import ReplayBuffer as ReplayBuffer
 from jaxreplay.buffers.rollout import Rollout as Rollout, RolloutState as RolloutState
 from jaxreplay.buffers.state_checks import CopyWarning as CopyWarning
 from jaxreplay.buffers.tiered import Tiered as Tiered
+from jaxreplay.storage.host_rows import RowStore as RowStore

@@ -59,14 +59,14 @@ def rebuilt(
     return state.replace(sampler=sampler)
 
 
-def merged(buffer: Any, state: ReplayState, other: ReplayState) -> ReplayState:
-    """Return a buffer's state with the rows of another state appended. The first is donated."""
+def merged(buffer: Any, state: ReplayState, other: ReplayState) -> tuple[ReplayState, jax.Array]:
+    """Return a buffer's state with the rows of another state appended, and the new row of each of
+    these, as `adopt.appended` does. The first is donated."""
     other = check_adopted("merge", buffer, other)
     layout, before = state.layout, other.layout
     row_of = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
     got, expected = (
-        {"steps": jax.tree.map(row_of, stored_arrays.plain_specs(one.rows.steps))}
-        for one in (other, state)
+        {"steps": stored_arrays.tree_map(row_of, one.rows.steps)} for one in (other, state)
     )
     check_leaves("merge", got, expected, "Both states must have the same leaves.")
     _check_dealt("merge", before, layout)
@@ -86,7 +86,7 @@ def merged(buffer: Any, state: ReplayState, other: ReplayState) -> ReplayState:
             numbers[name] = jnp.maximum(values, its.get(name, values))
     state = adopt.derived(state, None)
     sampler = buffer.sampler._from_labelled(Sampleable.of(state), numbers)
-    return state.replace(sampler=sampler)
+    return state.replace(sampler=sampler), row
 
 
 def check_adopted(where: str, buffer: Any, state: Any) -> ReplayState:

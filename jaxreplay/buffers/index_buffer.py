@@ -55,15 +55,16 @@ class Plan(Node):
         """The batch as far as it is known, with None in place of what depends on the rows."""
         return self.parts.joined(itertools.repeat(None), self.known)
 
-    def requests(self, member: str = "") -> list[tuple[str, Request]]:
-        """Return what is gathered of a buffer: the names of leaves, and requests."""
-        places = [(_place_of(request), request) for request in self.parts.requests]
-        return [(name, request) for (its, name), request in places if its == member]
 
-    def gathered(self, found: Mapping[str, list[Any]]) -> list[Any]:
-        """Return the rows in the order of all requests, from those of each buffer by name."""
-        left = {member: iter(leaves) for member, leaves in found.items()}
-        return [next(left[_place_of(request)[0]]) for request in self.parts.requests]
+def requests_of(plan: Plan, member: str) -> list[tuple[str, Request]]:
+    """Return what is gathered of a buffer: the names of leaves, and requests."""
+    return [(one.name[1], one) for one in plan.parts.requests if one.name[0] == member]
+
+
+def gathered(plan: Plan, found: Mapping[str, list[Any]]) -> list[Any]:
+    """Return the rows in the order of all requests, from those of each buffer by name."""
+    left = {member: iter(leaves) for member, leaves in found.items()}
+    return [next(left[request.name[0]]) for request in plan.parts.requests]
 
 
 def planned(
@@ -83,31 +84,32 @@ def planned(
         own = [
             jnp.asarray(number, jnp.int32).reshape(-1)
             for number, request in zip(numbers, parts.requests, strict=True)
-            if _place_of(request)[0] == member
+            if request.name[0] == member
         ]
         rows = jnp.concatenate([jnp.zeros(0, jnp.int32), *own])
         chosen[member] = Chosen(rows, state.counters.lap, state.counters.position)
     return Plan(chosen, needed, known, parts), other
 
 
-def _place_of(request: Request) -> tuple[str, str]:
-    """Return the names of the buffer and of the leaf that rows are requested of."""
-    return request.name if isinstance(request.name, tuple) else ("", request.name)
-
-
-def of_member(member: str, state: ReplayState) -> ReplayState:
-    """Return the state of an index as that of a mixture's member."""
-    return mapped(state, lambda name, leaf: absent((member, name), leaf))
-
-
 class IndexBuffer(ReplayBuffer[Any]):
     """A buffer whose states have no rows, but what is known of them: flags, counters, priorities.
 
     It is a `ReplayBuffer`; its samples can be drawn by a `Tiered` alone.
+
+    Args:
+      member: Its name in a mixture, which tells the rows of several members apart. Default: "".
     """
 
+    member: str = ""
+
     def _empty(self, example: PyTree, platform: str | None = None) -> ReplayState:
-        return mapped(super()._empty(example, platform), absent)
+        return mapped(super()._empty(example, platform), self.absent)
+
+    def absent(self, name: str, leaf: Any) -> Any:
+        """Return a stored leaf as one whose rows lie on the host."""
+        if isinstance(leaf, BitsArray):
+            return leaf.replace(bits=self.absent(name, leaf.bits))
+        return HostArray((self.member, name), tuple(leaf.shape), np.dtype(leaf.dtype))
 
     def plan(
         self, what: Any, state: ReplayState, *rest: Any, **options: Any
@@ -130,15 +132,8 @@ class IndexBuffer(ReplayBuffer[Any]):
             after, batch = found if what == "pop" else (state, found)
             return batch, after.sampler if what == "pop" else None
 
-        plan, sampler = planned(call, (state, rest, options), {"": state})
+        plan, sampler = planned(call, (state, rest, options), {self.member: state})
         return state.replace(sampler=sampler) if what == "pop" else state, plan
-
-
-def absent(name: Any, leaf: Any) -> Any:
-    """Return a stored leaf as one whose rows lie on the host."""
-    if isinstance(leaf, BitsArray):
-        return leaf.replace(bits=absent(name, leaf.bits))
-    return HostArray(name, tuple(leaf.shape), np.dtype(leaf.dtype))
 
 
 def mapped(state: ReplayState, function: Callable[[str, Any], Any]) -> ReplayState:

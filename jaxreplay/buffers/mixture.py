@@ -91,7 +91,7 @@ class Mixture(Static):
           ValueError: A leaf of the items differs between members in shape or dtype, or `states` has
             other names.
         """
-        self._check_names(states)
+        check_names(states, self._names)
         known = {name: one for name, one in options.items() if one is not None}
         self.check_given("sample", known)
         own, of_member = given_to_parts(known, self._buffers)
@@ -145,7 +145,7 @@ class Mixture(Static):
           ValueError: `index` is not of a whole batch, `priority` is not one number for each item,
             or `states` has other names.
         """
-        self._check_names(states)
+        check_names(states, self._names)
         if not isinstance(index, Index) or jnp.shape(index.row) != (self.batch_size,):
             shape = f" of {list(jnp.shape(index.row))}" if isinstance(index, Index) else ""
             raise ValueError(
@@ -179,7 +179,7 @@ class Mixture(Static):
         Raises:
           ValueError: `states` has other names.
         """
-        self._check_names(states)
+        check_names(states, self._names)
         return {
             name: states[name] if buffer.autoreset is None else buffer.end_streams(states[name])
             for name, buffer, _ in self.members
@@ -191,7 +191,7 @@ class Mixture(Static):
         Args:
           states: A dict of each member's state by name.
         """
-        self._check_names(states)
+        check_names(states, self._names)
         return jnp.all(
             jnp.stack([buffer.can_sample(states[name]) for name, buffer, _ in self.members])
         )
@@ -224,13 +224,14 @@ class Mixture(Static):
             ]
         )
 
-    def _check_names(self, states: dict[str, Any]) -> None:
-        if not isinstance(states, dict) or set(states) != set(self._names):
-            got = ", ".join(states) if isinstance(states, dict) else type(states).__name__
-            raise ValueError(
-                "Mixture: states must be a dict with the members' names, "
-                f"{', '.join(self._names)}; got {got}"
-            )
+
+def check_names(states: Any, names: list[str]) -> None:
+    """Raise a ValueError if states have other names than a mixture's members."""
+    if not isinstance(states, dict) or set(states) != set(names):
+        got = ", ".join(states) if isinstance(states, dict) else type(states).__name__
+        raise ValueError(
+            f"Mixture: states must be a dict with the members' names, {', '.join(names)}; got {got}"
+        )
 
 
 def mix(**members: tuple[ReplayBuffer, int]) -> Mixture:

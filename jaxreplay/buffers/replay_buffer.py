@@ -768,7 +768,7 @@ class ReplayBuffer(Static, Generic[T]):
         Raises:
           ValueError: The states have other leaves; the error names them. Or as for `adopt`.
         """
-        return merged(self, check_donated("merge", self, state), other)
+        return merged(self, check_donated("merge", self, state), other)[0]
 
     def episode_table(self, state: ReplayState) -> Episodes:
         """Return look-ups of the episode ends around stored rows.

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import copy
 import dataclasses
 import functools
 import math
@@ -20,8 +21,15 @@ from jaxreplay._util import checks, transfers
 from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay._util.names import named, nested
 from jaxreplay._util.signals import defer_interrupts
-from jaxreplay.buffers import memory, step_checks
-from jaxreplay.buffers.index_buffer import Chosen, IndexBuffer, Plan, absent, made, mapped
+from jaxreplay.buffers import adopt, memory, step_checks
+from jaxreplay.buffers.index_buffer import (
+    Chosen,
+    IndexBuffer,
+    Plan,
+    made,
+    mapped,
+    requests_of,
+)
 from jaxreplay.buffers.jitted import method, program, rebuild
 from jaxreplay.buffers.map_rows import block_of, traced
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
@@ -36,7 +44,7 @@ from jaxreplay.storage import (
     writes,
 )
 from jaxreplay.storage.file_rows import END, FIRST, LAST_FLAGS, FileRows
-from jaxreplay.storage.host_rows import HostRows
+from jaxreplay.storage.host_rows import HostRows, RowStore
 from jaxreplay.storage.state import Counters, ReplayState, Rows
 from jaxreplay.storage.stored_arrays import BitsArray, HostArray
 from jaxreplay.types import Index, Sample, SampleOptions, Step
@@ -45,9 +53,9 @@ _IN_JIT = ("update_priorities", "size", "can_sample", "can_add", "metrics", "age
 
 
 @functools.cache
-def _index_type_of(index_type: type, kind: type) -> type:
+def _index_type_of(kind: type) -> type:
     """Return the class of the indices of a subclass of `ReplayBuffer`, with its own methods."""
-    return type(f"{kind.__name__}Index", (index_type, kind), {})
+    return type(f"{kind.__name__}Index", (IndexBuffer, kind), {})
 
 
 def _bits(values: np.ndarray, stored: Any) -> np.ndarray:
@@ -109,30 +117,32 @@ class Tiered:
       [3.0, 3.0, 3.0, 3.0]
     """
 
-    is_read_only = False  # True if no rows can be added
+    read_only: str | None = None  # why the rows cannot be changed
     # the newest state, of a call that was interrupted before it returned it
     newest: ReplayState | None = None
-    _takes: type = ReplayBuffer  # of the buffer
-    _index_type: type = IndexBuffer
 
     def __init__(
         self, buffer: ReplayBuffer[Any], rows: Any = "host", continue_streams: bool = False
     ):
         place = os.fspath(rows) if isinstance(rows, str | os.PathLike) else None
-        if place is None or (place != "host" and place is rows and os.sep not in place):
+        # called with the capacity and the specs of a `RowStore`; None for files
+        self._make: Any = HostRows if place == "host" else rows if callable(rows) else None
+        if self._make is None and (place is None or (place is rows and os.sep not in place)):
             raise ValueError(
                 'tiered: rows must be "host", or the path of a folder such as "/data/run7" or '
-                f'"./run7", got {rows!r}'
+                f'"./run7", or a class as jaxreplay.buffers.RowStore, got {rows!r}'
             )
-        # "host", or a path that stays the same if the process goes to another folder
-        self.place = place if place == "host" else os.path.abspath(place)
-        if continue_streams and place == "host":
+        # a path stays the same if the process goes to another folder
+        self.place: str = place or getattr(rows, "__name__", repr(rows))
+        if self.is_in_files:
+            self.place = os.path.abspath(self.place)
+        if continue_streams and not self.is_in_files:
             raise ValueError(
                 "tiered: continue_streams=True is for rows in files, such as rows='./run7', got "
                 f"rows={place!r}"
             )
         self._continues = continue_streams
-        if not isinstance(buffer, self._takes):
+        if not isinstance(buffer, ReplayBuffer):
             raise ValueError(
                 f"tiered: takes a ReplayBuffer, such as jaxreplay.uniform(...), got {buffer!r}"
             )
@@ -145,17 +155,23 @@ class Tiered:
         # Of the device where the index lies, also while the host has the whole state.
         buffer = dataclasses.replace(buffer, platform=buffer.platform or platforms.default())
         fields = {field.name: getattr(buffer, field.name) for field in dataclasses.fields(buffer)}
-        kind = self._index_type
-        if type(buffer) is not self._takes:
-            kind = _index_type_of(kind, type(buffer))
+        kind = IndexBuffer if type(buffer) is ReplayBuffer else _index_type_of(type(buffer))
         self.index, self._whole = kind(**fields), buffer
-        self._store: HostRows | None = None
+        self._store: RowStore | None = None
         self._lost: str | None = None  # the error in which a call lost rows
         # int64[E], number of rows that each env got, overwritten ones too
         self.num_written = np.zeros(buffer.num_envs, np.int64)
+        self._is_stale = False  # the rows in files are not the state's, and go with the next change
         self._known: set[Any] = set()  # shapes of blocks that fit
         self._flights: list[_Flight] = []
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
+
+    def _of_member(self, name: str) -> "Tiered":
+        """Return this buffer without rows, as a mixture's member of that name."""
+        other = copy.copy(self)
+        other.index = dataclasses.replace(self.index, member=name)
+        other._known, other._flights, other._store, other._thread = set(), [], None, None
+        return other
 
     def __repr__(self) -> str:
         return f"jaxreplay.tiered({self.buffer!r}, rows={self.place!r})"
@@ -188,6 +204,17 @@ class Tiered:
         has_streams = self.buffer.autoreset is not None and self.num_written.any()
         return self.end_streams(state) if has_streams and not self._continues else state
 
+    def _init_anew(self, example: PyTree) -> ReplayState:
+        """Make an empty state. The rows that a folder has stay until the first change, so that a
+        checkpoint of their index can be restored.
+
+        Args:
+          example: As for `init`.
+        """
+        state = self._prepared(example)
+        self.num_written, self._is_stale = np.zeros_like(self.num_written), self.is_in_files
+        return state
+
     def _prepared(self, example: PyTree) -> ReplayState:
         """Return an empty state, with room for its rows, or with those that a folder has."""
         _check_outside("init", example)
@@ -197,7 +224,7 @@ class Tiered:
         self._known, self._lost, self.newest = set(), None, None
         leaves = jax.tree.leaves(state.rows.steps, is_leaf=_is_absent)
         absent = [leaf for leaf in leaves if _is_absent(leaf)]
-        specs = {leaf.name: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in absent}
+        specs = {leaf.name[1]: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in absent}
         if self.is_in_files:
             names = "num_envs", "length", "autoreset", "num_agents"
             about = {name: getattr(self.buffer, name) for name in names}
@@ -209,12 +236,12 @@ class Tiered:
             self._store = FileRows(self.place, about, specs, journal)
             return state
         needs = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in absent)
-        free = self.free_bytes()
+        free = self.free_bytes() if self._make is HostRows else None
         if free is not None and needs > free:
             raise MemoryError(
                 f"init: the rows take {needs:,} bytes on the host, which has {free:,} free"
             )
-        self._store = HostRows(self.buffer.capacity, specs)
+        self._store = self._make(self.buffer.capacity, specs)
         return state
 
     def _reopened(self, state: ReplayState, store: FileRows) -> ReplayState:
@@ -339,7 +366,7 @@ class Tiered:
         return state
 
     def _append_part(
-        self, store: HostRows, state: ReplayState, steps: Any, given: Any, envs: Any, reopens: Any
+        self, store: RowStore, state: ReplayState, steps: Any, given: Any, envs: Any, reopens: Any
     ) -> ReplayState:
         """Append as many steps as one call of the index can."""
         # Their values, as they are stored: until the first is written, an error loses nothing.
@@ -358,7 +385,7 @@ class Tiered:
         before = self.num_written
         after, told = _extend(self.index, state, flags, given, envs, reopens)
         written, lap, position, last_flags = jax.device_get(told)
-        number = lap.astype(np.int64) * self.buffer.length + position
+        number = self._number(lap, position)
         self._wait_for_gathers(number)
         row, is_written = written.row, written.is_written
         store.begin(number)
@@ -394,6 +421,10 @@ class Tiered:
         self.newest = None
         try:
             with defer_interrupts():
+                if self._is_stale and isinstance(store := self._store, FileRows):
+                    none = np.zeros_like(self.num_written)
+                    store.end(none, 0, none, until=none)
+                self._is_stale = False
                 self.newest = call()
         except Exception as error:
             if self.newest is None and not is_alive(state):
@@ -402,8 +433,13 @@ class Tiered:
         made, self.newest = self.newest, None
         return made
 
+    def _check_changeable(self) -> None:
+        if self.read_only is not None:
+            raise ValueError(self.read_only)
+
     def _check_newest(self, where: str, state: ReplayState) -> None:
-        """Raise a ValueError if a state was donated."""
+        """Raise a ValueError if the rows cannot be changed, or a state was donated."""
+        self._check_changeable()
         if self.newest is not None and not is_alive(state):
             raise ValueError(
                 f"{where}: this state was donated to a call that was interrupted before it "
@@ -413,7 +449,7 @@ class Tiered:
 
     def _checked(
         self, where: str, state: ReplayState, steps: PyTree, given: tuple[Any, ...], envs: Any
-    ) -> tuple[HostRows, PyTree, Any]:
+    ) -> tuple[RowStore, PyTree, Any]:
         """Return the store, and steps and envs as arrays of NumPy. Raise a ValueError if something
         does not fit; nothing is written yet."""
         store = self._store_of(where)
@@ -506,12 +542,11 @@ class Tiered:
         """
         return self.index.plan("get", state, index, key, **options)[1]
 
-    def take(self, plan: Plan, member: str = "") -> list[np.ndarray]:
+    def take(self, plan: Plan) -> list[np.ndarray]:
         """Gather the rows of a plan, on the host.
 
         Args:
           plan: A plan, or several that a `lax.scan` stacked.
-          member: The name that a plan of several buffers has for this one. Default: "".
 
         Returns:
           What `read` takes.
@@ -521,15 +556,13 @@ class Tiered:
             or use `take_later`, for which an add waits.
         """
         _check_outside("take", plan)
-        return self._gather(plan, member, self._store_of("take"), self.num_written)
+        return self._gather(plan, self._store_of("take"), self.num_written)
 
-    def take_later(
-        self, plan: Plan, member: str = ""
-    ) -> "concurrent.futures.Future[list[np.ndarray]]":
+    def take_later(self, plan: Plan) -> "concurrent.futures.Future[list[np.ndarray]]":
         """Gather the rows of a plan in a thread. An add that would overwrite one of them waits.
 
         Args:
-          plan: As for `take`, as is `member`.
+          plan: As for `take`.
 
         Returns:
           The future of what `take` returns.
@@ -539,22 +572,20 @@ class Tiered:
         if self._thread is None:
             self._thread = concurrent.futures.ThreadPoolExecutor(1, "jaxreplay-rows")
         gather = transfers.allows(self._gather)
-        future = self._thread.submit(gather, plan, member, store, self.num_written)
+        future = self._thread.submit(gather, plan, store, self.num_written)
         self._flights = [one for one in self._flights if not one.future.done()]
-        self._flights.append(_Flight(plan.chosen[member], future))
+        self._flights.append(_Flight(plan.chosen[self.index.member], future))
         return future
 
-    def _gather(
-        self, plan: Plan, member: str, store: HostRows, number: np.ndarray
-    ) -> list[np.ndarray]:
+    def _gather(self, plan: Plan, store: RowStore, number: np.ndarray) -> list[np.ndarray]:
         """Gather the rows of a plan.
 
         Args:
           plan: The plan.
-          member: As for `take`.
           store: The store.
           number: int64[E], number of rows that each env has got.
         """
+        member = self.index.member
         if not self._is_whole(chosen := plan.chosen[member], number):
             raise ValueError(
                 "take: rows of this plan were overwritten since it was drawn; take it before the "
@@ -562,7 +593,7 @@ class Tiered:
             )
         rows, taken = np.asarray(chosen.rows), {}
         found, start = [], 0
-        for name, request in plan.requests(member):
+        for name, request in requests_of(plan, member):
             own = rows[..., start : start + request.size]
             start += request.size
             place = name, own.tobytes()
@@ -703,7 +734,7 @@ class Tiered:
         trace = np.uint32(trace & 0xFFFFFFFF)
         return self._undivided(state, lambda: _traced(self.index, state, trace))
 
-    def _put(self, store: HostRows, stored: Any, rows: Any, given: dict[str, Any]) -> None:
+    def _put(self, store: RowStore, stored: Any, rows: Any, given: dict[str, Any]) -> None:
         """Write leaves of rows, int32[K]. Rows past the end are dropped."""
         kept = rows < self.buffer.capacity
         leaves = {x: _bits(np.asarray(leaf)[kept], stored[x]) for x, leaf in given.items()}
@@ -764,23 +795,30 @@ class Tiered:
             stored, and "flags", or None; and an empty state of the index. Returns the state.
         """
         with self._anew(example) as (empty, store):
+            is_own = self._make not in (HostRows, None)  # its rows are no arrays
+            filled: dict[str, np.ndarray] = {}
 
             def array(leaf: Any) -> Any:
                 if isinstance(leaf, BitsArray):
                     return leaf.replace(bits=array(leaf.bits))
                 if isinstance(leaf, HostArray):
-                    return store.arrays[leaf.name]
+                    name = leaf.name[1]
+                    rows = np.zeros(leaf.shape, leaf.dtype) if is_own else store.whole(name)
+                    return filled.setdefault(name, rows)
                 return np.zeros(leaf.shape, leaf.dtype)
 
             steps = stored_arrays.tree_map(array, empty.rows.steps)
             flags = None if empty.rows.flags is None else np.zeros(self.buffer.capacity, np.uint8)
             state = fill({"steps": steps, "flags": flags}, empty)
+            if is_own:
+                store.rewrite(filled, np.arange(self.buffer.capacity))
             return self._followed(state, until=np.full_like(self.num_written, -1))
 
     @contextlib.contextmanager
-    def _anew(self, example: PyTree) -> Iterator[tuple[ReplayState, HostRows]]:
+    def _anew(self, example: PyTree) -> Iterator[tuple[ReplayState, RowStore]]:
         """Yield an empty state, and room for its rows. Those from before stay until the block ends,
         and if it raises an error."""
+        self._check_changeable()
         before = self._store, self.num_written, self._lost
         if not self.is_in_files:
             self._store = None
@@ -797,7 +835,7 @@ class Tiered:
     @property
     def is_in_files(self) -> bool:
         """True if the rows are in files."""
-        return self.place != "host"
+        return self._make is None
 
     @property
     def example_in_files(self) -> PyTree:
@@ -883,12 +921,13 @@ class Tiered:
         Args:
           state: The newest state.
         """
+        self._check_changeable()
         store, cpu = self._store_of("whole"), jax.devices("cpu")[0]
 
         def present(name: str, leaf: Any) -> Any:
             if isinstance(leaf, BitsArray):
                 return leaf.replace(bits=present(name, leaf.bits))
-            rows = jax.device_put(store.arrays[name], cpu)
+            rows = jax.device_put(store.whole(name), cpu)
             if not state.layout.traits.has_tiles:
                 return rows
             row = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
@@ -913,6 +952,41 @@ class Tiered:
         """
         return self._undivided(state, lambda: self._adopted(state))
 
+    def merge(self, state: ReplayState, other: ReplayState) -> ReplayState:
+        """Append the rows of another state, as `ReplayBuffer.merge` does; they are copied to the
+        host. Outside of `jit`.
+
+        Args:
+          state: The newest state. Donated.
+          other: The state of a `ReplayBuffer` with the same steps. It stays valid.
+
+        Returns:
+          The new state.
+
+        Raises:
+          ValueError: As for `ReplayBuffer.merge`.
+        """
+        store = self._store_of("merge")
+        _check_outside("merge", (state, other))
+        self._check_newest("merge", state)
+        other = adopt.check_adopted("merge", self.buffer, other)
+        stored = dict(named(state.rows.steps, is_leaf=stored_arrays.is_compound))
+        leaves = dict(named(other.rows.steps, is_leaf=stored_arrays.is_compound))
+        leaves = {x: np.asarray(stored_arrays.values(leaves[x])) for x in stored if x in leaves}
+
+        def merge() -> ReplayState:
+            after, row, lap, position = _merge(self.index, state, mapped(other, self.index.absent))
+            number, row = self._number(lap, position), np.asarray(row)
+            self._wait_for_gathers(number)
+            store.begin(number)
+            kept = row < self.buffer.capacity
+            for name, leaf in leaves.items():
+                if not jax.tree.leaves(stored[name]):  # they lie on the host
+                    store.write(name, row[kept], _bits(leaf[kept], stored[name]))
+            return self._followed(after, is_new=True)
+
+        return self._undivided(state, merge)
+
     def _adopted(self, state: ReplayState) -> ReplayState:
         with jax.default_device(jax.devices("cpu")[0]):
             state = method("adopt")(self._whole, state)
@@ -920,8 +994,9 @@ class Tiered:
 
             def take(name: str, leaf: Any) -> Any:
                 array = leaf.bits if isinstance(leaf, BitsArray) else leaf
-                store.arrays[name][...] = np.asarray(stored_arrays.values(array))
-                return absent(name, leaf)
+                every = np.arange(self.buffer.capacity)
+                store.write(name, every, np.asarray(stored_arrays.values(array)))
+                return self.index.absent(name, leaf)
 
             index = mapped(state, take)
             index = jax.device_put(index, jax.tree.leaves(empty.counters)[0].sharding)
@@ -956,9 +1031,9 @@ class Tiered:
           until: int64[E], the numbers from which on the rows are others than before. Default: none
             are.
         """
-        length = self.buffer.length
+        self._is_stale = False
         lap, position, filled, last = jax.device_get(_counts(state.counters))
-        self.num_written = lap.astype(np.int64) * length + position
+        self.num_written = self._number(lap, position)
         if not isinstance(store := self._store, FileRows):
             return state
         kept = {"flags": state.rows.flags, "agents": getattr(state.rows.steps, "terminated", None)}
@@ -975,12 +1050,16 @@ class Tiered:
         store.end(self.num_written, last, first, known, until)
         return state
 
+    def _number(self, lap: Any, position: Any) -> np.ndarray:
+        """Return the number of each env's next row, int64[E], of its place."""
+        return np.asarray(lap).astype(np.int64) * self.buffer.length + np.asarray(position)
+
     def _newest(self, number: np.ndarray) -> np.ndarray:
         """Return the row before each env's next one, int64[E], of the number of that."""
         length = self.buffer.length
         return np.arange(len(number)) * length + ring.position_of(number - 1, length)
 
-    def _store_of(self, where: str) -> HostRows:
+    def _store_of(self, where: str) -> RowStore:
         if self._store is None:
             raise ValueError(f"{where}: there are no rows; make a state with init first")
         if self._lost is not None:
@@ -1067,6 +1146,15 @@ def _draw(index: IndexBuffer, state: ReplayState, key: Key, options: Any, batch_
     return index.plan("sample", state, key, batch_size=batch_size, **options)[1]
 
 
+@functools.partial(program, changes=True)
+def _merge(
+    index: IndexBuffer, state: ReplayState, other: ReplayState
+) -> tuple[ReplayState, jax.Array, jax.Array, jax.Array]:
+    """Return the state, the new row of each row of the other, and each env's place."""
+    after, row = adopt.merged(index, state, other)
+    return after, row, after.counters.lap, after.counters.position
+
+
 @jax.jit
 def _counts(counters: Counters) -> tuple[Any, ...]:
     return counters.lap, counters.position, counters.filled, counters.last_flags
@@ -1085,7 +1173,8 @@ def tiered(
     Args:
       buffer: A `ReplayBuffer`. It is not changed.
       rows: Where the rows lie: "host", in its memory; or the path of a folder on a disk of this
-        machine, such as "/data/run7", where they stay when the process ends. Default: "host".
+        machine, such as "/data/run7", where they stay when the process ends; or a class of your
+        own, as `jaxreplay.buffers.RowStore`. Default: "host".
       continue_streams: If True, the unfinished episodes of a folder continue with the next step, so
         the envs must be where they were at the last one. Default: False; they end when the folder
         is opened, since new envs begin new episodes.

@@ -14,10 +14,9 @@ from tqdm import tqdm
 from jaxreplay._util import checks, pow2
 from jaxreplay._util.checks import check_not_forked
 from jaxreplay._util.signals import defer_interrupts
-from jaxreplay.buffers.mixture import Mixture
+from jaxreplay.buffers.mixture import Mixture, check_names
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.rollout import Rollout
-from jaxreplay.buffers.state_checks import check_state
 from jaxreplay.buffers.tiered import Tiered
 from jaxreplay.checkpoint import extras as extras_of, planning, restoring, rows, tiers, verifying
 from jaxreplay.checkpoint.chain import Chain
@@ -28,7 +27,6 @@ from jaxreplay.checkpoint.restoring import MissingRows, Reading
 from jaxreplay.checkpoint.saving import File, written
 from jaxreplay.checkpoint.store import store_at
 from jaxreplay.checkpoint.verifying import Verified
-from jaxreplay.distributed.parts import Parts
 from jaxreplay.distributed.processes import Processes
 from jaxreplay.distributed.sharded import Sharded
 from jaxreplay.distributed.shards import Shards
@@ -55,7 +53,8 @@ class Checkpointer:
         one: {"driver": "s3", "bucket": "runs", "path": "replay",
         "endpoint": "http://127.0.0.1:9000", "aws_region": "us-east-1"}. One run writes to a path.
       buffer: The `ReplayBuffer`, `Rollout`, `Mixture`, `jaxreplay.tiered` or `jaxreplay.sharded`
-        buffer whose states are saved; of a mixture, a dict of each member's. A sharded state is
+        buffer whose states are saved; of a mixture, a dict of each member's, as of a dict of
+        buffers, which may be tiered ones. A sharded state is
         saved as that of one buffer, so that any number of devices restores it. If it is sharded
         over several processes, all call the methods together, with equal arguments, and see one
         path. An error in one is raised in all. A restore of a `jaxreplay.tiered` buffer replaces
@@ -99,7 +98,13 @@ class Checkpointer:
         progress: bool | None = None,
         timeout: float = 60.0,
     ):
-        if not isinstance(buffer, ReplayBuffer | Rollout | Mixture | Sharded | Tiered):
+        members = {"": buffer}
+        if isinstance(buffer, Mixture):
+            members = {name: one for name, one, _ in buffer.members}
+        elif isinstance(buffer, dict):
+            members = buffer
+        kinds = ReplayBuffer | Rollout | Tiered | (Sharded if "" in members else Tiered)
+        if not all(isinstance(one, kinds) for one in members.values()):
             raise ValueError(
                 "Checkpointer: buffer must be a ReplayBuffer, a Rollout, a Mixture, a sharded or a "
                 f"tiered buffer, got {type(buffer).__name__}; instead of jaxreplay.jit(buffer) "
@@ -109,17 +114,19 @@ class Checkpointer:
             checks.check_size("Checkpointer", "max_to_keep", max_to_keep)
         checks.check_size("Checkpointer", "chunk_bytes", chunk_bytes)
         self.buffer: Any = buffer
-        self._shards = Shards(buffer) if isinstance(buffer, Sharded) else None
-        self._processes = Processes() if self._shards is None else self._shards.processes
-        self._tier = buffer if isinstance(buffer, Tiered) else None
-        whole: Any = buffer if self._shards is None else self._shards.buffer
-        if self._tier is not None:
-            whole = self._tier.index
-        # buffers by the names of a mixture's members
-        self._members: dict[str, Any] = {"": whole}
-        if isinstance(buffer, Mixture):
-            self._members = {name: one for name, one, _ in buffer.members}
-        self._whole = whole
+        self._processes = Processes()
+        # by the names of a mixture's members
+        self._places: dict[str, tiers.OnDevice] = {}
+        for name, one in members.items():
+            if isinstance(one, Sharded):
+                shards = Shards(one)
+                self._processes, self._places[name] = shards.processes, tiers.OnMesh(shards)
+            elif isinstance(one, Tiered):
+                self._places[name] = tiers.OnHost(one)
+            else:
+                self._places[name] = tiers.OnDevice(one)
+        self._members = {name: place.buffer for name, place in self._places.items()}
+        self._named = self._members.get("", buffer)
         self._pid = os.getpid()
         self._store = store_at(path, timeout)
         self.path: str = self._store.name
@@ -196,22 +203,13 @@ class Checkpointer:
         plan = None
         try:
             with self._processes.agreed():
-                splits = {name: self._split(name, own, copy) for name, own in states.items()}
+                splits = {name: self._places[name].split(x, copy) for name, x in states.items()}
                 plan = self._planned(splits, extra, step, metadata)
                 self._write(plan, splits)
         except BaseException:
             if plan is not None:
                 self._chain.abandon(plan.draft.folder)
             raise
-
-    def _split(self, name: str, state: Any, has_copy: bool) -> Split:
-        """Divide a member's state into what a checkpoint has of it."""
-        if self._tier is not None:
-            return tiers.split(self._tier, state, has_copy)
-        if self._shards is not None:
-            parts = self._shards.parts(state)
-            return Split(self._members[name], *self._shards.split(state), parts)
-        return Split(self._members[name], *rows.split(state), Parts.of(state))
 
     def _planned(
         self,
@@ -244,7 +242,7 @@ class Checkpointer:
         if not is_base_there:
             self._base = None  # it was deleted by another process
         plan = planning.planned(
-            self._whole,
+            self._named,
             splits,
             extras,
             self._base,
@@ -342,23 +340,15 @@ class Checkpointer:
           RuntimeError: The process was forked.
         """
         check_not_forked("this Checkpointer", self._pid)
-        if self._shards is not None and sharding is not None:
-            raise ValueError("restore: a sharded buffer's mesh is its own; leave out sharding")
-        if self._tier is not None and sharding is not None:
-            raise ValueError(
-                "restore: the index of a tiered buffer lies on the default device; leave out "
-                "sharding"
-            )
+        why = next((x.has_own_sharding for x in self._places.values() if x.has_own_sharding), None)
+        if why is not None and sharding is not None:
+            raise ValueError(f"restore: {why}; leave out sharding")
         examples = dict.fromkeys(self._members, example)
-        if isinstance(self.buffer, Mixture) and isinstance(example, dict):
+        if "" not in examples and isinstance(example, dict):
             examples = example if example.keys() == examples.keys() else examples
 
         def state_of(name: str, reading: Reading) -> Any:
-            if self._shards is not None:
-                return self._shards.restored(example, reading)
-            if self._tier is not None:
-                return tiers.restored(self._tier, example, reading)
-            return reading.state(self._members[name], examples[name], sharding)
+            return self._places[name].restored(examples[name], reading, sharding)
 
         with self._processes.agreed():
             found = restoring.restored(
@@ -366,7 +356,7 @@ class Checkpointer:
                 self._chain,
                 self._processes,
                 restoring.Request(
-                    self._whole, self._members, examples, extras, step, allow_partial
+                    self._named, self._members, examples, extras, step, allow_partial
                 ),
                 state_of,
                 self._bar,
@@ -376,7 +366,7 @@ class Checkpointer:
         self.metadata, self.missing_rows = copy.deepcopy(found.manifest.metadata), found.lost
         self._chain.follow()
         self._overwrite = False  # the next save goes on from what was restored
-        states = found.states if isinstance(self.buffer, Mixture) else found.states[""]
+        states = found.states.get("", found.states)
         return states if extras is None else (states, found.extras)
 
     def verify(self) -> list[Verified]:
@@ -389,18 +379,13 @@ class Checkpointer:
 
     def _checked_states(self, where: str, state: Any) -> dict[str, Any]:
         """Return the states of the members by name, or raise a ValueError if they are not."""
-        if self._shards is not None:
-            self._shards.check(where, state)
-        elif isinstance(self.buffer, Mixture):
-            self.buffer._check_names(state)
-            for name, own in self._members.items():
-                check_state(f"{where}: {name}", own, state[name])
-            return {name: state[name] for name in self._members}
-        elif isinstance(self._whole, ReplayBuffer):
-            check_state(where, self._whole, state)
-        else:
-            self.buffer.steps(state)  # raises the same error
-        return {"": state}
+        if "" in self._places:
+            self._places[""].check(where, state)
+            return {"": state}
+        check_names(state, [*self._places])
+        for name, place in self._places.items():
+            place.check(f"{where}: {name}", state[name])
+        return {name: state[name] for name in self._places}
 
 
 def _checked_step(step: Any) -> int:

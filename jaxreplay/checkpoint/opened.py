@@ -7,7 +7,7 @@ last ones are kept.
 import dataclasses
 import functools
 import threading
-from typing import Any, NoReturn
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,11 +25,11 @@ from jaxreplay.checkpoint.groups import Group
 from jaxreplay.checkpoint.manifest import TOKEN, Member
 from jaxreplay.checkpoint.restoring import Reading
 from jaxreplay.checkpoint.rows import rows_at
-from jaxreplay.storage.host_rows import HostRows
+from jaxreplay.storage.host_rows import RowStore
 from jaxreplay.storage.state import ReplayState
 
 
-class SavedRows(HostRows):
+class SavedRows(RowStore):
     """Rows of a checkpoint, by their places in the rings. They are not changed.
 
     Args:
@@ -39,7 +39,6 @@ class SavedRows(HostRows):
     """
 
     def __init__(self, store: Files, member: Member, cache_bytes: int):
-        self.arrays = {}
         self._store, self._groups, self._most = store, member.groups, cache_bytes
         self._leaves = {leaf.array: Spec(leaf.shape, leaf.stored) for leaf in member.leaves}
         self._arrays = {leaf.name: leaf.array for leaf in member.leaves}
@@ -116,8 +115,6 @@ class Opened(Tiered):
       example: One env's step, or an item, of the checkpoint.
     """
 
-    is_read_only = True
-
     def __init__(
         self,
         path: Any,
@@ -136,6 +133,10 @@ class Opened(Tiered):
                 "jaxreplay.Replay(buffer, rows=folder)"
             )
         self._member, self._cache_bytes = own, cache_bytes
+        self.read_only = (
+            f"the rows of {self._saved.name} are opened to be read; Replay.load copies them, for "
+            "all else"
+        )
         self.example = example_of(own) if example is None else example
         if not isinstance(buffer, ReplayBuffer):
             raise ValueError(f"open: buffer must be a ReplayBuffer, got {buffer!r}")
@@ -187,17 +188,3 @@ class Opened(Tiered):
         """Return whether another save has taken the place of this one, and may have deleted its
         files."""
         return self._look()[1].folder != self._manifest.folder
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise ValueError(
-            f"the rows of {self._saved.name} are opened to be read; Replay.load copies them, for "
-            "all else"
-        )
-
-    _append: Any = _refuse
-    _changed: Any = _refuse
-    write: Any = _refuse
-    map_rows: Any = _refuse
-    adopt: Any = _refuse
-    replace: Any = _refuse
-    whole: Any = _refuse

@@ -301,15 +301,6 @@ class Reading:
         left = _aligned(self._member, left)
         return Reading(self._store, self._manifest, self._name, left, self._progress)
 
-    def check_files(self) -> None:
-        """Read all rows, and raise a CorruptCheckpointError if a file is damaged; a part of a
-        checkpoint has none that is."""
-        if not self._is_whole:
-            return
-        if damaged := verifying.damaged_groups(self._store, [self._manifest]):
-            lines = "\n  ".join(damaged.values())
-            raise CorruptCheckpointError(f"restore: these files are damaged:\n  {lines}")
-
     def state(self, buffer: Any, example: Any, sharding: Any) -> Any:
         """Return a new state.
 

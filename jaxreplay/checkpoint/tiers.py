@@ -1,4 +1,4 @@
-"""Checkpoints of a buffer whose rows lie on the host.
+"""How the rows of a buffer are saved and restored, by where they lie.
 
 Rows in the memory of the host are saved as those on a device. Of rows in files a checkpoint has the
 index alone, and the token of the files, unless a copy is asked for. The rows that were overwritten
@@ -11,63 +11,122 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxreplay.buffers.replay_buffer import ReplayBuffer
+from jaxreplay.buffers.state_checks import check_state
 from jaxreplay.buffers.tiered import Tiered
 from jaxreplay.checkpoint import rows
 from jaxreplay.checkpoint.manifest import TOKEN
 from jaxreplay.checkpoint.planning import Split
 from jaxreplay.checkpoint.restoring import Reading
 from jaxreplay.distributed.parts import Parts
+from jaxreplay.distributed.shards import Shards
 from jaxreplay.storage import adopt
 from jaxreplay.storage.state import ReplayState
 
 
-def split(tier: Tiered, state: ReplayState, has_copy: bool) -> Split:
-    """Divide a state into what a checkpoint has of it.
+class OnDevice:
+    """A buffer whose states have its rows.
 
     Args:
-      tier: The buffer.
-      state: Its newest state.
-      has_copy: Whether the checkpoint has a copy of rows that are in files.
+      buffer: The buffer.
+
+    Attributes:
+      buffer: The buffer of which a checkpoint has a state.
     """
-    token = tier.flush()
-    if token is None or has_copy:
-        whole = tier.whole(state)
-        return Split(tier.whole_buffer, *rows.split(whole), Parts.of(whole))
-    own, rest = rows.split(state)
-    kept = np.frombuffer(bytes.fromhex(token), np.uint8)
-    return Split(tier.index, own, {**rest, TOKEN: kept}, Parts.of(state))
+
+    # why no sharding may be given for a restore, or None
+    has_own_sharding: str | None = None
+
+    def __init__(self, buffer: Any):
+        self.buffer = buffer
+
+    def check(self, where: str, state: Any) -> None:
+        """Raise a ValueError if a state is not of the buffer."""
+        if isinstance(self.buffer, ReplayBuffer):
+            check_state(where, self.buffer, state)
+        else:
+            self.buffer.steps(state)  # raises the same error
+
+    def split(self, state: Any, has_copy: bool) -> Split:
+        """Divide a state into what a checkpoint has of it.
+
+        Args:
+          state: The newest state.
+          has_copy: Whether the checkpoint has a copy of rows that are in files.
+        """
+        return Split(self.buffer, *rows.split(state), Parts.of(state))
+
+    def restored(self, example: Any, reading: Reading, sharding: Any) -> Any:
+        """Return the state of a checkpoint.
+
+        Args:
+          example: One env's step, or an item.
+          reading: The checkpoint.
+          sharding: As for `Checkpointer.restore`.
+
+        Raises:
+          ValueError: The folder does not have the rows of the checkpoint.
+          CorruptCheckpointError: A file is missing or damaged; the error names it.
+        """
+        return reading.state(self.buffer, example, sharding)
 
 
-def restored(tier: Tiered, example: Any, reading: Reading) -> ReplayState:
-    """Return the state of a checkpoint, with the rows on the host.
+class OnMesh(OnDevice):
+    """A sharded buffer."""
 
-    Args:
-      tier: The buffer. Its rows are replaced.
-      example: One env's step, or an item.
-      reading: The checkpoint.
+    has_own_sharding = "a sharded buffer's mesh is its own"
 
-    Raises:
-      ValueError: The folder does not have the rows of the checkpoint.
-      CorruptCheckpointError: A file is missing or damaged; the error names it.
-    """
-    token = reading.token
-    if token is not None:
-        restore = lambda first: reading.since(first).state(tier.index, example, None)
-        return tier.resume(example, token, reading.end, restore)
-    layout = reading.layout_for(tier.index)
-    if not adopt.stays(layout, tier.index.layout()):
-        with jax.default_device(jax.devices("cpu")[0]):
-            state = reading.state(tier.whole_buffer, example, None)
-        return tier.adopt(state)
+    def __init__(self, shards: Shards):
+        super().__init__(shards.buffer)
+        self._shards = shards
 
-    def fill(stored: dict[str, Any], index: Any) -> ReplayState:
-        reading.rows(stored, layout.length)
-        steps = index.rows.steps
-        if getattr(steps, "terminated", None) is not None:  # bytes of several agents
-            steps = steps.replace(terminated=jnp.array(stored["steps"].terminated))
-        own = {"steps": steps, "flags": jax.tree.map(jnp.array, stored["flags"])}
-        return reading.put_together(tier.index, layout, own, *reading.beside(layout.length))
+    def check(self, where: str, state: Any) -> None:
+        self._shards.check(where, state)
 
-    if tier.is_in_files:  # whose rows are replaced one by one
-        reading.check_files()
-    return tier.replace(example, fill)
+    def split(self, state: Any, has_copy: bool) -> Split:
+        parts = self._shards.parts(state)
+        return Split(self.buffer, *self._shards.split(state), parts)
+
+    def restored(self, example: Any, reading: Reading, sharding: Any) -> Any:
+        return self._shards.restored(example, reading)
+
+
+class OnHost(OnDevice):
+    """A tiered buffer, whose rows a restore replaces."""
+
+    has_own_sharding = "the index of a tiered buffer lies on the default device"
+
+    def __init__(self, tier: Tiered):
+        super().__init__(tier.index)
+        self._tier = tier
+
+    def split(self, state: Any, has_copy: bool) -> Split:
+        tier = self._tier
+        token = tier.flush()
+        if token is None or has_copy:
+            whole = tier.whole(state)
+            return Split(tier.whole_buffer, *rows.split(whole), Parts.of(whole))
+        own, rest = rows.split(state)
+        kept = np.frombuffer(bytes.fromhex(token), np.uint8)
+        return Split(tier.index, own, {**rest, TOKEN: kept}, Parts.of(state))
+
+    def restored(self, example: Any, reading: Reading, sharding: Any) -> Any:
+        tier, token = self._tier, reading.token
+        if token is not None:
+            restore = lambda first: reading.since(first).state(tier.index, example, None)
+            return tier.resume(example, token, reading.end, restore)
+        layout = reading.layout_for(tier.index)
+        if not adopt.stays(layout, tier.index.layout()):
+            with jax.default_device(jax.devices("cpu")[0]):
+                state = reading.state(tier.whole_buffer, example, None)
+            return tier.adopt(state)
+
+        def fill(stored: dict[str, Any], index: Any) -> ReplayState:
+            reading.rows(stored, layout.length)
+            steps = index.rows.steps
+            if getattr(steps, "terminated", None) is not None:  # bytes of several agents
+                steps = steps.replace(terminated=jnp.array(stored["steps"].terminated))
+            own = {"steps": steps, "flags": jax.tree.map(jnp.array, stored["flags"])}
+            return reading.put_together(tier.index, layout, own, *reading.beside(layout.length))
+
+        return tier.replace(example, fill)

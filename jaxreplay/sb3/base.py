@@ -23,13 +23,14 @@ from jaxreplay.datasets.episodes import Episode, episode_parts, steps_of
 from jaxreplay.inspection.contents import resets_of
 from jaxreplay.samplers import Sampler
 from jaxreplay.samplers.uniform import Uniform
-from jaxreplay.sb3 import columns
+from jaxreplay.sb3 import columns, rows
 from jaxreplay.sb3.arrays import TORCH_DTYPES, fitted
 from jaxreplay.sb3.batch import SB3View
 from jaxreplay.sb3.record import Record
-from jaxreplay.sb3.rows import RowsOwner, TieredRowsOwner, TransitionBuffer
+from jaxreplay.sb3.rows import RowsOwner, TransitionBuffer, TransitionsOnHost
 from jaxreplay.stateful.lock import Monitor
 from jaxreplay.stateful.owner import Draws
+from jaxreplay.stateful.places import OnDevice
 from jaxreplay.storage import ring
 from jaxreplay.torch import to_torch
 from jaxreplay.types import Step
@@ -121,11 +122,12 @@ class DropInBuffer(buffers.ReplayBuffer):
     def _own(self) -> None:
         """Make what is of this process: the lock, and the owner of the rows."""
         self._monitor = Monitor(f"this {type(self).__name__}")
-        self._owner = (
-            RowsOwner(self._replay, self._draws, self.storage_device)
+        place = (
+            OnDevice(self._replay, self.storage_device)
             if self.rows == "device"
-            else TieredRowsOwner(self._replay, self._draws, self.rows)
+            else TransitionsOnHost(self._replay, self.rows)
         )
+        self._owner = RowsOwner(place, self._draws)
 
     def _sampler(self) -> Sampler:
         return Uniform()
@@ -185,7 +187,7 @@ class DropInBuffer(buffers.ReplayBuffer):
         with self._monitor:
             if self._owner.is_lost:
                 return self._forget(self._empty())
-            self._owner.change(self._owner.method("clear"))
+            self._owner.change(self._owner.place.method("clear"))
             self._forget(self._owner.state)
 
     def close(self) -> None:
@@ -353,7 +355,8 @@ class DropInBuffer(buffers.ReplayBuffer):
     def _read(self, nth: np.ndarray, env_indices: np.ndarray, env: VecNormalize | None) -> Any:
         """Return transitions, while signals wait: JAX compares buffers, and reports an interrupt
         meanwhile as an error of `__eq__`."""
-        items = self._owner.items(np.array([env_indices, nth], np.int32))
+        chosen = np.array([env_indices, nth], np.int32)
+        items = self._owner.place.read(self._owner, rows.items, len(nth), chosen)
         convert = to_torch if env is None else functools.partial(jax.tree.map, np.asarray)
         obs, ends = convert((items.obs, items.done))
         obs, next_obs = (jax.tree.map(lambda leaf, k=k: leaf[k], obs) for k in (0, 1))
@@ -498,13 +501,13 @@ class DropInBuffer(buffers.ReplayBuffer):
 
     @transfers.allows
     def __setstate__(self, state: dict[str, Any]) -> None:
-        rows = state["_rows"]
+        whole = state["_rows"]
         state = {name: value for name, value in state.items() if name != "_rows"}
         vars(self).update(state)
         if hasattr(super(), "__setstate__"):
             super().__setstate__(state)  # type: ignore[misc]
         self._own()
-        self._begin(self._owner.adopted(rows))
+        self._begin(self._owner.place.adopt(whole))
 
 
 def _read_only(array: np.ndarray, dtype: Any) -> np.ndarray:

@@ -21,7 +21,7 @@ from jaxreplay.samplers import PrioritySampler
 from jaxreplay.sb3.base import DropInBuffer
 from jaxreplay.sb3.batch import SB3View
 from jaxreplay.sb3.buffers import PrioritizedReplayBuffer, PrioritizedSamples
-from jaxreplay.stateful.owner import key_of
+from jaxreplay.stateful.places import key_of
 from jaxreplay.views.hindsight import Hindsight
 
 
@@ -138,7 +138,8 @@ class HerReplayBuffer(DropInBuffer, TheirHerReplayBuffer):
         with self._monitor:
             self._check_not_empty()
             owner, sizes = self._owner, (batch_size - num_new, num_new)
-            item, row, others = owner.drawn(_draw(*sizes), owner.draws.next)
+            draw = _draw(*sizes), sum(sizes), owner.draws.next
+            item, row, others = owner.place.read(owner, *draw)
             owner.draws.count()
         if num_new:
             new = jax.tree.map(

@@ -1,21 +1,19 @@
 """The rows of a drop-in buffer: whole transitions, each with its next observation, in a state that
 an owner changes."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxreplay.buffers.index_buffer import IndexBuffer
-from jaxreplay.buffers.jitted import program, programs
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
-from jaxreplay.buffers.tiered import Tiered
+from jaxreplay.buffers.tiered import tiered
 from jaxreplay.sb3 import columns
 from jaxreplay.stateful.owner import StateOwner
-from jaxreplay.stateful.tiered_owner import TieredOwner
+from jaxreplay.stateful.places import OnHost
 from jaxreplay.storage import newest_row
-from jaxreplay.storage.file_rows import END, FileRows
 from jaxreplay.types import Step
 
 
@@ -36,57 +34,33 @@ class TransitionBuffer(ReplayBuffer):
         return newest_row.extend(super(), state, steps, goes_on, was_first[0])
 
 
-class TransitionIndex(TransitionBuffer, IndexBuffer):  # type: ignore[misc]
-    """A `TransitionBuffer` whose states have no rows."""
+class TransitionsOnHost(OnHost):
+    """Rows of a `TransitionBuffer` on the host.
 
+    The rows that a folder has at first stay until the first steps come, so that a checkpoint of
+    them can be restored.
 
-class TransitionTier(Tiered):
-    """A `TransitionBuffer` whose rows lie on the host.
-
-    The rows that a folder has at first stay until the first `extend`, so that a checkpoint of them
-    can be restored.
+    Args:
+      buffer: The buffer.
+      rows: As for `jaxreplay.tiered`.
     """
 
-    _takes, _index_type = TransitionBuffer, TransitionIndex
-
     def __init__(self, buffer: TransitionBuffer, rows: Any):
-        super().__init__(buffer, rows)
-        self._is_stale = False  # the folder's rows are not the state's
+        fields = {field.name: getattr(buffer, field.name) for field in dataclasses.fields(buffer)}
+        super().__init__(tiered(ReplayBuffer(**fields), rows=rows), ahead=False)
 
     def init(self, example: Any) -> Any:
-        """Return an empty state."""
-        state = self._prepared(example)
-        self.num_written = np.zeros(self.buffer.num_envs, np.int64)
-        self._is_stale = self.is_in_files
-        return state
+        return self.tier._init_anew(example)
 
-    def _followed(self, state: Any, is_new: bool = False, until: Any = None) -> Any:
-        self._is_stale = False
-        return super()._followed(state, is_new, until)
-
-    def _begin_anew(self) -> None:
-        """Forget the rows that the folder had at first."""
-        if self._is_stale and isinstance(store := self._store_of("clear"), FileRows):
-            none = np.zeros_like(store.progress[END])
-            store.end(none, 0, none, until=none)
-        self._is_stale = False
-
-    def clear(self, state: Any) -> Any:
-        self._begin_anew()
-        return super().clear(state)
-
-    def extend(self, state: Any, steps: Step, goes_on: Any, was_first: Any) -> Any:  # type: ignore[override]
-        """Append a block of steps, as `TransitionBuffer.extend` does.
-
-        Args:
-          state: The newest state. Donated.
-          steps: As for `TransitionBuffer.extend`, as are `goes_on` and `was_first`.
-        """
-        self._begin_anew()
+    def _extend(self, buffer: Any, state: Any, block: Any, **envs: Any) -> Any:
+        steps, goes_on, was_first = block
         is_continued = np.concatenate([goes_on[1:], np.zeros_like(goes_on[:1])])
         steps = steps.replace(truncated=~steps.terminated & ~is_continued)
         reopens = goes_on[0], was_first[0]
-        return self._append("extend", state, steps, (None, None), reopens=reopens)
+        return self.tier._append("extend", state, steps, (None, None), reopens=reopens)
+
+    def begun(self, batch: Any) -> Any:
+        return super().begun(batch).sample
 
 
 class RowsOwner(StateOwner):
@@ -100,45 +74,10 @@ class RowsOwner(StateOwner):
     def empty(self, example: Any) -> Any:
         """Return an empty state."""
         with self.on_device():
-            return self._empty(example)
-
-    def adopted(self, state: Any) -> Any:
-        """Return a whole state that was pickled."""
-        return state
-
-    def items(self, chosen: Any) -> Any:
-        """Return transitions, as `_items` does."""
-        return self.read(_READ, _ADD_AND_READ, chosen.shape[1], chosen)
-
-    def drawn(self, function: Any, *arguments: Any) -> Any:
-        """Return what a function of a buffer, a state and arguments reads of rows."""
-        return self.ask(_CALL, function, *arguments)
+            return self.place.init(example)
 
 
-class TieredRowsOwner(TieredOwner, RowsOwner):
-    """The same with rows on the host.
-
-    Args:
-      buffer: A `TransitionBuffer`.
-      draws: As for `StateOwner`.
-      rows: As for `jaxreplay.tiered`.
-    """
-
-    def __init__(self, buffer: TransitionBuffer, draws: Any, rows: Any):
-        TieredOwner.__init__(self, TransitionTier(buffer, rows), draws, ahead=False)
-
-    def adopted(self, state: Any) -> Any:
-        return self.tier.adopt(state)
-
-    def items(self, chosen: Any) -> Any:
-        return self.drawn(_items, chosen)
-
-    def draw(self, batch_size: int, options: Any, consume: bool = True) -> Any:
-        batch = super().draw(batch_size, options, consume)
-        return None if batch is None else self.finished(batch)
-
-
-def _items(buffer: ReplayBuffer, state: Any, chosen: jax.Array) -> Any:
+def items(buffer: ReplayBuffer, state: Any, chosen: jax.Array) -> Any:
     """Read transitions.
 
     Args:
@@ -154,16 +93,3 @@ def _items(buffer: ReplayBuffer, state: Any, chosen: jax.Array) -> Any:
     stack = lambda *leaves: jnp.stack(leaves)
     obs = jax.tree.map(stack, item.obs, item.next_obs)
     return item.replace(obs=obs, next_obs=None, done=stack(item.done, item.reward), reward=None)
-
-
-def _add_and_read(buffer: ReplayBuffer, state: Any, block: Any, chosen: Any) -> tuple[Any, Any]:
-    """Add a block of steps, then read transitions."""
-    state = buffer.extend(state, *block)
-    return state, _items(buffer, state, chosen)
-
-
-_CALL = program(
-    lambda buffer, state, function, *arguments: function(buffer, state, *arguments),
-    static=("function",),
-)
-_READ, _ADD_AND_READ = programs(_items), programs(_add_and_read, changes=True)

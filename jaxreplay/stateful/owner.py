@@ -6,7 +6,7 @@ import functools
 import operator
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,18 +14,19 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxreplay._util import checks
-from jaxreplay._util.aliases import Key, PyTree
+from jaxreplay._util.aliases import PyTree
 from jaxreplay._util.signals import defer_interrupts
 from jaxreplay.buffers.adopt import check_adopted
-from jaxreplay.buffers.jitted import few_rows, method, program, programs
+from jaxreplay.buffers.index_buffer import IndexBuffer, Plan, planned
+from jaxreplay.buffers.jitted import few_rows, method, program
 from jaxreplay.buffers.mixture import Mixture
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
-from jaxreplay.buffers.state_checks import example_of as step_example, is_alive
-from jaxreplay.buffers.step_checks import of_call
+from jaxreplay.buffers.state_checks import example_of as step_example
 from jaxreplay.host.arrays import OUTSIDE, Block, Format, example_of, number_of
 from jaxreplay.host.staging import BlockLengths, Staging
 from jaxreplay.inspection.resets import FinalObsWatch, ResetWatch
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler
+from jaxreplay.stateful.places import OnDevice, OnHost, Pending, key_of, sampled
 from jaxreplay.storage.platforms import default_device
 from jaxreplay.types import Sample
 
@@ -86,21 +87,14 @@ class Draws:
         self.num = int(self.next[1])
 
 
-def key_of(draw: tuple[Any, Any]) -> Key:
-    """Return the key of a draw, from its seed and number."""
-    seed, number = draw
-    return jax.random.fold_in(jax.random.key(seed), number)
-
-
 class Owner:
     """Random draws, and checkpoints, of a buffer's rows.
 
     It is not thread-safe: `Replay` has the lock.
     """
 
-    def __init__(self, buffer: Any, draws: Draws, device: Any):
+    def __init__(self, buffer: Any, draws: Draws):
         self.buffer, self.draws = buffer, draws
-        self._device = jax.devices(device)[0] if isinstance(device, str) else device
         self.last_checkpointer = LastCheckpointer()
 
     @property
@@ -121,7 +115,7 @@ class Owner:
 
     def finished(self, batch: Any) -> Sample:
         """Return a batch that `draw` returned."""
-        return batch
+        raise NotImplementedError
 
     @property
     def example(self) -> Any:
@@ -152,18 +146,11 @@ class Owner:
 
     def close(self) -> None:
         """Give back what others may use."""
+        raise NotImplementedError
 
     def on_device(self) -> Any:
-        """Return a context in which new arrays lie on that device, if one was named."""
-        return jax.default_device(self._device)
-
-    def put(self, tree: PyTree) -> Any:
-        """Move arrays to the device that stores the rows, if one was named."""
-        return tree if self._device is None else jax.device_put(tree, self._device)
-
-    def taken_out(self, batch: Sample) -> Sample:
-        """Move a batch to JAX's default device, if the rows lie on one that was named."""
-        return batch if self._device is None else jax.device_put(batch, default_device())
+        """Return a context in which new arrays lie where the state does, if a device was named."""
+        return contextlib.nullcontext()
 
     def save(
         self,
@@ -257,15 +244,9 @@ class Owner:
             return []
         if not isinstance(num := saved[0], int):
             return []
-        consumes = isinstance(getattr(self.buffer, "sampler", None), ConsumingSampler)
-
-        def sampled(state: Any, draw: Any) -> Any:
-            if consumes:
-                return buffer.pop(state, key_of(draw))[1]
-            return buffer.sample(state, key_of(draw))
-
         buffer, state = self.shapes(example)
-        like = jax.eval_shape(sampled, state, self.draws.next)
+        draw = self.draws.next
+        like = jax.eval_shape(lambda state: sampled(buffer, state, draw, {})[1], state)
         specs, structure = jax.tree.flatten(like)
         found = []
         for nth in range(num):
@@ -285,8 +266,9 @@ class StateOwner(Owner):
     # what to do after the rows were lost, for the error
     cure = "restore saved ones with replay.load(path), or make another Replay"
 
-    def __init__(self, buffer: ReplayBuffer, draws: Draws, device: Any):
-        super().__init__(buffer, draws, device)
+    def __init__(self, place: OnDevice, draws: Draws):
+        super().__init__(place.buffer, draws)
+        self.place, self._is_closed = place, False
         self._lengths = BlockLengths()
         self.watch, self.final_obs = ResetWatch(), FinalObsWatch()
         self.forget()
@@ -298,14 +280,46 @@ class StateOwner(Owner):
         return self._state
 
     @property
+    def saved(self) -> Any:
+        return self.place.saved
+
+    @property
+    def whole(self) -> tuple[Any, Any]:
+        return self.place.whole_buffer, self.place.whole(self.state)
+
+    def finished(self, batch: Any) -> Sample:
+        return self.place.finished(batch)
+
+    def on_device(self) -> Any:
+        return jax.default_device(self.place.home)
+
+    def put(self, tree: PyTree) -> Any:
+        """Move arrays to the device that stores the rows, if one was named."""
+        return tree if self.place.device is None else jax.device_put(tree, self.place.device)
+
+    def taken_out(self, batch: Sample) -> Sample:
+        """Move a batch to JAX's default device, if the rows lie on one that was named."""
+        return batch if self.place.device is None else jax.device_put(batch, default_device())
+
+    @property
     def has_example(self) -> bool:
         """True if the shapes of a step are known."""
         return self._staging is not None
 
-    def opened(self) -> contextlib.AbstractContextManager[bool]:
-        """Return a context that yields whether there are rows. Those that a folder has are there,
-        also if the shapes of a step are not known yet."""
-        return contextlib.nullcontext(self.has_example)
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[bool]:
+        """Yield whether there are rows. Those that a folder has are there, also if the shapes of a
+        step are not known yet."""
+        example = None if self.has_example else self.place.example
+        if example is None:
+            yield self.has_example
+            return
+        self.init(example)
+        try:
+            yield True
+        finally:  # the first step tells its pytrees
+            self.forget()
+            self.place.free()
 
     @property
     def example(self) -> Any:
@@ -316,16 +330,17 @@ class StateOwner(Owner):
             self.flush()
 
     def shapes(self, example: PyTree) -> tuple[Any, Any]:
-        buffer = self.whole_buffer
+        buffer = self.place.whole_buffer
         return buffer, jax.eval_shape(lambda: buffer.init(example))
-
-    @property
-    def whole_buffer(self) -> ReplayBuffer:
-        """The buffer with all its rows."""
-        return self.buffer
 
     def free(self, when: str) -> None:
         self._state, self._can_sample, self._lost = None, None, when
+        self.place.free()
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self.keep_waiting()
+            self._is_closed = self.place.close()
 
     def put_loaded(self, state: Any, example: Any) -> None:
         if not self.has_example:
@@ -345,42 +360,38 @@ class StateOwner(Owner):
         return self._lost is not None
 
     def check_not_lost(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("this buffer is closed; its rows are in their folder")
         if self._lost is not None:
             raise RuntimeError(f"the rows were lost {self._lost}; {self.cure}")
 
     def init(self, example: PyTree, state: Any = None) -> None:
         """Begin with an example of one env's step, and a state, by default an empty one."""
         with self.on_device():
-            state = self._empty(example) if state is None else state
+            state = self.place.init(example) if state is None else state
         self._format = Format("init", self.buffer, example)
         self._is_lockstep = self.buffer.layout().lockstep
         self._example = jax.eval_shape(lambda: example)
         self.begin(state, Staging(self._format.specs, self.buffer.num_envs))
 
-    def _empty(self, example: PyTree) -> Any:
-        return self.buffer.init(example)
-
-    def method(self, name: str) -> Any:
-        """Return the program of a method that changes the state, called as function(buffer, state,
-        ...)."""
-        return method(name)
-
-    def map_rows(self, buffer: Any, state: Any, function: Any, *arguments: Any, block: int) -> Any:
-        """Return a state with new leaves of all rows, as `ReplayBuffer.map_rows`."""
-        return map_rows(buffer, state, self.put(arguments), function, block)
-
     def begin(self, state: Any, staging: Any) -> None:
         """Begin with a state, and a `Staging` of steps that wait to be added to it."""
-        self._state = jax.device_put(state, self._device)
+        self._state = jax.device_put(state, self.place.device)
         self._staging, self._can_sample, self._lost = staging, None, None
         self._few_rows = few_rows(self._state)
 
     def take(self, state: Any) -> None:
         """Begin with the rows of any buffer's state."""
         state = check_adopted("Replay", self.buffer, state)
-        example = step_example(self.buffer.layout(), state.rows.steps)
+        with self.opened() as has_rows:
+            if has_rows and self.size():
+                raise ValueError(
+                    "Replay: the folder of its rows has some already; make it with example=, then "
+                    "merge the state"
+                )
+        example = step_example(state.layout, state.rows.steps)
         with self.on_device():
-            self.init(example, method("adopt")(self.buffer, state))
+            self.init(example, self.place.adopt(state))
 
     def forget(self) -> None:
         """Drop the state and the example: the next step added is the example."""
@@ -398,7 +409,8 @@ class StateOwner(Owner):
         Return None, and copy nothing, if the step is to be added at once: it is not of NumPy arrays
         or tensors on the host, it does not fit, or there is no room.
         """
-        if self._staging is None or self._lost is not None or checks.is_tracing():
+        is_lost = self._lost is not None or self.place.is_read_only
+        if self._staging is None or is_lost or checks.is_tracing():
             return None
         num_steps = self.buffer.num_envs
         axes, numbers, is_taken = (num_steps,), None, None
@@ -449,8 +461,7 @@ class StateOwner(Owner):
             self._add(self._extend_for(num_rows), num_steps, part, **envs)
 
     def _extend_for(self, num_rows: int) -> Any:
-        """Return the program that adds a block of so many rows."""
-        return _extend[num_rows <= self._few_rows]
+        return self.place.extend(num_rows <= self._few_rows)
 
     def read(self, reads: Any, adds: Any, num_rows: int, *arguments: Any, **options: Any) -> Any:
         """Return what a program reads, which adds the last of the steps that wait before it does.
@@ -562,7 +573,7 @@ class StateOwner(Owner):
 
     def look_whether_lost(self, error: BaseException) -> None:
         """Note that the rows are lost, if a program that raised an error has used their memory."""
-        if self._state is not None and not is_alive(self._state):
+        if self.place.is_lost(self._state):
             self._lost = f"in a call that raised {error!r}"
 
     def ask(self, function: Any, *arguments: Any, **options: Any) -> Any:
@@ -578,7 +589,7 @@ class StateOwner(Owner):
     def get(self, index: Any) -> Sample:
         """Read rows again."""
         self.check_begun("get")
-        batch = self.ask(_get, index, self.draws.next)
+        batch = self.place.read(self, _get, len(jax.tree.leaves(index)[0]), index, self.draws.next)
         if self.buffer.view.is_random:
             self.draws.count()
         return batch
@@ -597,12 +608,7 @@ class StateOwner(Owner):
         if not self.has_example or (self._can_sample is False and is_own):
             return None
         consumes = consume and isinstance(self.buffer.sampler, ConsumingSampler)
-        if not consume:
-            self.flush()  # one program for all looks
-        reads = None if consumes else _sample
-        batch, can_sample = self.read(
-            reads, _add_and_sample, batch_size, self.draws.next, options, batch_size=batch_size
-        )
+        batch, can_sample = self.place.sample(self, batch_size, options, consume, consumes)
         if self._can_sample is None and is_own:  # the device is waited for once after each change
             self._can_sample = bool(can_sample)
         if not (self._can_sample if is_own else bool(can_sample)):
@@ -610,7 +616,7 @@ class StateOwner(Owner):
         if consumes:
             self._can_sample = None
         self.draws.count()
-        return batch
+        return self.place.begun(batch)
 
     def has_batch(self) -> bool:
         """Return whether the buffer can sample."""
@@ -619,12 +625,6 @@ class StateOwner(Owner):
         if self._can_sample is None:
             self._can_sample = bool(self.ask(method("can_sample")))
         return self._can_sample
-
-    def can_draw(self, options: Mapping[str, Any]) -> bool:
-        """Return whether the buffer can sample with the options of a call."""
-        if options.get("fractions") is None or not self.has_example:
-            return self.has_batch()
-        return bool(self.ask(_can_sample, options))
 
     def size(self) -> int:
         return 0 if self.state is None else int(self.ask(method("size")))
@@ -636,12 +636,39 @@ class MixtureOwner(Owner):
     Its methods are those of a `StateOwner`, for all members at once.
     """
 
-    def __init__(self, buffer: Mixture, seed: int, device: Any):
-        super().__init__(buffer, Draws(seed), device)
-        self.members = {
-            name: StateOwner(part, Draws(seed), device) for name, part, _ in buffer.members
-        }
+    def __init__(self, buffer: Mixture, seed: int, places: Mapping[Any, OnDevice]):
+        super().__init__(buffer, Draws(seed))
+        self.members = {name: StateOwner(place, Draws(seed)) for name, place in places.items()}
         self._all = [*self.members.values()]
+        self._on_host = {name: one for name, one in places.items() if isinstance(one, OnHost)}
+        # of which programs sample; its members are those of the places
+        parts = ((name, places[name].buffer, size) for name, _, size in buffer.members)
+        self._sampled = Mixture(members=tuple(parts))
+
+    @property
+    def saved(self) -> Any:
+        if not self._on_host:
+            return self.buffer
+        return {name: owner.saved for name, owner in self.members.items()}
+
+    @property
+    def whole(self) -> tuple[Any, Any]:
+        return self.buffer, {name: owner.whole[1] for name, owner in self.members.items()}
+
+    def put(self, tree: PyTree) -> Any:
+        """Move arrays to the device that stores the rows, if one was named for all."""
+        return self._all[0].put(tree)
+
+    def taken_out(self, batch: Any) -> Any:
+        """Move a batch to JAX's default device, if the rows lie on one that was named for all."""
+        return self._all[0].taken_out(batch)
+
+    def on_device(self) -> Any:
+        return self._all[0].on_device()
+
+    def close(self) -> None:
+        for owner in self._all:
+            owner.close()
 
     @property
     def state(self) -> dict[str, Any]:
@@ -693,7 +720,7 @@ class MixtureOwner(Owner):
     def change(self, function: Any, *arguments: Any) -> None:
         self.check_not_lost()
         try:
-            states = function(self.buffer, self.state, *arguments)
+            states = function(self._sampled, self.state, *arguments)
             for name, owner in self.members.items():
                 owner.replace(states[name])
         except BaseException as error:
@@ -701,9 +728,7 @@ class MixtureOwner(Owner):
                 owner.look_whether_lost(error)
             raise
 
-    def draw(
-        self, batch_size: int, options: Mapping[str, Any], consume: bool = True
-    ) -> Sample | None:
+    def draw(self, batch_size: int, options: Mapping[str, Any], consume: bool = True) -> Any:
         del consume  # no member consumes rows
         if batch_size != self.buffer.batch_size:
             raise ValueError(
@@ -713,10 +738,17 @@ class MixtureOwner(Owner):
         self.check_not_lost()
         if not self.has_batch():
             return None
-        batch = _sample_members(self.buffer, self.state, self.draws.next, options)
+        sample = _plan_members if self._on_host else _sample_members
+        batch = sample(self._sampled, self.state, self.draws.next, options)
         self.draws.count()
         _check_not_traced(batch)
-        return batch
+        if not self._on_host:
+            return batch
+        data = {name: place.gather(batch) for name, place in self._on_host.items()}
+        return Pending(batch, data)
+
+    def finished(self, batch: Any) -> Sample:
+        return batch.sample if isinstance(batch, Pending) else batch
 
     def has_batch(self) -> bool:
         return all(owner.has_batch() for owner in self._all)
@@ -754,71 +786,26 @@ def _on_host(leaf: Any) -> Any:
     return np.asarray(leaf)
 
 
-@functools.partial(programs, changes=True)
-def _extend(buffer: ReplayBuffer, state: Any, block: Any, **envs: Any) -> Any:
-    return buffer.extend(state, *block, **envs)
-
-
-@program
-def _can_sample(buffer: ReplayBuffer, state: Any, options: Any) -> jax.Array:
-    return of_call("sample", buffer, options).can_sample(state)
-
-
-@functools.partial(programs, static=("batch_size",))
-def _sample(
-    buffer: ReplayBuffer, state: Any, draw: Any, options: Any, batch_size: int
-) -> tuple[Sample, jax.Array]:
-    """Return a batch that consumes nothing, and whether the buffer can sample with the options."""
-    _, batch = _sampled(buffer, state, draw, options, batch_size)
-    return batch, of_call("sample", buffer, options).can_sample(state)
-
-
-@functools.partial(program, changes=True, static=("function", "block"))
-def map_rows(buffer: ReplayBuffer, state: Any, arguments: Any, function: Any, block: int) -> Any:
-    """Return a state with new leaves of all rows."""
-    return buffer.map_rows(state, function, *arguments, block=block)
-
-
 @program
 def _sample_members(buffer: Mixture, states: Any, draw: Any, options: Any) -> Sample:
     return buffer.sample(states, key_of(draw), **options)
 
 
+@functools.partial(program, on_one_core=True)
+def _plan_members(buffer: Mixture, states: Any, draw: Any, options: Any) -> Plan:
+    """Return the plan of a batch, of which members on the host have the rows."""
+    is_on_host = {name: isinstance(one, IndexBuffer) for name, one, _ in buffer.members}
+    on_host = {name: state for name, state in states.items() if is_on_host[name]}
+
+    def sample(states: Any, draw: Any, options: Any) -> Any:
+        return buffer.sample(states, key_of(draw), **options), None
+
+    return planned(sample, (states, draw, options), on_host)[0]
+
+
 @program
 def _get(buffer: ReplayBuffer, state: Any, index: Any, draw: Any) -> Sample:
     return buffer.get(state, index, key_of(draw))
-
-
-@functools.partial(programs, changes=True, static=("batch_size",))
-def _add_and_sample(
-    buffer: ReplayBuffer,
-    state: Any,
-    block: Any,
-    draw: Any,
-    options: Any,
-    batch_size: int,
-    **envs: Any,
-) -> tuple[Any, tuple[Sample, jax.Array]]:
-    """Add a block of steps, or None, then sample, or `pop` if the sampler consumes rows.
-
-    Returns:
-      The state; a batch, and whether the buffer could sample.
-    """
-    if block is not None:
-        state = buffer.extend(state, *block, **envs)
-    can_sample = of_call("sample", buffer, options).can_sample(state)
-    state, batch = _sampled(buffer, state, draw, options, batch_size)
-    return state, (batch, can_sample)
-
-
-def _sampled(
-    buffer: ReplayBuffer, state: Any, draw: Any, options: Any, batch_size: int
-) -> tuple[Any, Sample]:
-    """Return the state after a batch, and the batch."""
-    key = key_of(draw)
-    if isinstance(buffer.sampler, ConsumingSampler):
-        return buffer.pop(state, key, batch_size, **options)
-    return state, buffer.sample(state, key, batch_size, **options)
 
 
 def _numbers_of(env: Any, envs: Any, num_envs: int) -> list[int | None] | None:

@@ -1,4 +1,4 @@
-"""Where the rows of a `Replay` lie: in its state on a device, or on the host."""
+"""The place of a `Replay`'s rows: its state on a device, or the host."""
 
 import dataclasses
 import functools
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxreplay._util.aliases import Key, PyTree
-from jaxreplay.buffers.index_buffer import Plan, made
+from jaxreplay.buffers.index_buffer import Plan, gathered, made
 from jaxreplay.buffers.jitted import method, program, programs
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import is_alive
@@ -47,7 +47,9 @@ class OnDevice:
     example: Any = None
 
     def __init__(self, buffer: ReplayBuffer, device: Any = None):
-        self.buffer = self.saved = self.whole_buffer = buffer
+        self.buffer: Any = buffer
+        self.saved: Any = buffer
+        self.whole_buffer = buffer
         self.device = self.home = jax.devices(device)[0] if isinstance(device, str) else device
 
     def init(self, example: PyTree) -> Any:
@@ -136,7 +138,7 @@ class Pending:
             member: data if isinstance(data, list) else data.result()
             for member, data in self.data.items()
         }
-        return made(self.plan, self.plan.gathered(found))
+        return made(self.plan, gathered(self.plan, found))
 
 
 class OnHost(OnDevice):
@@ -151,7 +153,7 @@ class OnHost(OnDevice):
         super().__init__(tier.index)
         self.tier = self.saved = tier
         self.whole_buffer, self.home, self.ahead = tier.whole_buffer, default_device(), ahead
-        self.is_read_only = tier.is_read_only
+        self.is_read_only = tier.read_only is not None
         names = "clear", "end_streams", "drop", "write", "map_rows", "merge"
         # made once, since they are compared
         self._methods: dict[str, Any] = {name: _of(getattr(tier, name)) for name in names}
@@ -196,11 +198,11 @@ class OnHost(OnDevice):
         return owner.ask(_sample_plan, *given, what=what, batch_size=batch_size)
 
     def begun(self, batch: Plan) -> Pending:
-        return Pending(batch, {"": self.gather(batch)})
+        return Pending(batch, {self.buffer.member: self.gather(batch)})
 
-    def gather(self, plan: Plan, member: str = "") -> Any:
+    def gather(self, plan: Plan) -> Any:
         """Return rows of a plan, or their future."""
-        return (self.tier.take_later if self.ahead else self.tier.take)(plan, member)
+        return (self.tier.take_later if self.ahead else self.tier.take)(plan)
 
     def finished(self, batch: Any) -> Sample:
         return batch.sample if isinstance(batch, Pending) else batch  # else of a checkpoint
@@ -251,7 +253,7 @@ def _sample(
     buffer: ReplayBuffer, state: Any, draw: Any, options: Any, batch_size: int
 ) -> tuple[Sample, jax.Array]:
     """Return a batch that consumes nothing, and whether the buffer can sample with the options."""
-    _, batch = sampled(buffer, state, draw, options, batch_size)
+    _, batch = sampled(buffer, state, draw, options, batch_size=batch_size)
     return batch, of_call("sample", buffer, options).can_sample(state)
 
 
@@ -273,18 +275,16 @@ def _add_and_sample(
     if block is not None:
         state = buffer.extend(state, *block, **envs)
     can_sample = of_call("sample", buffer, options).can_sample(state)
-    state, batch = sampled(buffer, state, draw, options, batch_size)
+    state, batch = sampled(buffer, state, draw, options, batch_size=batch_size)
     return state, (batch, can_sample)
 
 
-def sampled(
-    buffer: ReplayBuffer, state: Any, draw: Any, options: Any, batch_size: int | None = None
-) -> tuple[Any, Sample]:
+def sampled(buffer: Any, state: Any, draw: Any, options: Any, **size: int) -> tuple[Any, Sample]:
     """Return the state after a batch, and the batch."""
     key = key_of(draw)
-    if isinstance(buffer.sampler, ConsumingSampler):
-        return buffer.pop(state, key, batch_size, **options)
-    return state, buffer.sample(state, key, batch_size, **options)
+    if isinstance(getattr(buffer, "sampler", None), ConsumingSampler):
+        return buffer.pop(state, key, **size, **options)
+    return state, buffer.sample(state, key, **size, **options)
 
 
 @functools.partial(program, static=("what", "batch_size"), on_one_core=True)

@@ -31,8 +31,8 @@ from jaxreplay.samplers import ConsumingSampler, OnlineQueue
 from jaxreplay.stateful.actor_host import ActorHost
 from jaxreplay.stateful.lock import Monitor
 from jaxreplay.stateful.owner import Draws, MixtureOwner, StateOwner
+from jaxreplay.stateful.places import OnDevice, OnHost
 from jaxreplay.stateful.rate_limiter import RatioLimiter
-from jaxreplay.stateful.tiered_owner import TieredOwner
 from jaxreplay.storage.episodes import Episodes
 from jaxreplay.storage.state import ReplayState
 from jaxreplay.types import Index, Sample, SampleOptions
@@ -69,7 +69,10 @@ class Replay:
       rows: Where the rows lie: "device"; or with an index of 5 to 17 bytes a row on the device, as
         `jaxreplay.tiered` has it: "host", in the memory of the host; or the path of a folder on a
         disk of this machine, such as "/data/run7". Rows that the folder has already are those that
-        the replay begins with, once it knows the shapes of a step. Default: "device".
+        the replay begins with, once it knows the shapes of a step. A class of your own, as
+        `jaxreplay.buffers.RowStore`, may keep them, too. Of a mixture, one for all members, or
+        `{"demos": "/data/demos"}`: the others' rows lie on the device. A member may have those of a
+        `jaxreplay.open`, with its buffer, to sample from. Default: "device".
       continue_streams: With rows in files, as for `jaxreplay.tiered`: if True, the unfinished
         episodes of the folder continue with the next step. Default: False; they end.
       prefetch: Number of batches that are sampled in advance, at the end of each `sample`: the
@@ -132,31 +135,20 @@ class Replay:
             raise ValueError(f"Replay: prefetch must be an int of at least 0, got {prefetch!r}")
         self.framework: Framework = framework
         self._buffer = buffer
-        if rows != "device" and (isinstance(buffer, Mixture) or device is not None):
-            raise ValueError(
-                f"Replay: rows={rows!r} takes no mixture and no device=: the index lies on JAX's "
-                "default device"
-            )
-        if continue_streams and rows == "device":
-            raise ValueError("Replay: continue_streams=True needs rows in files: rows=folder")
+        members: dict[str | None, Any] = {None: buffer}
+        if isinstance(buffer, Mixture):
+            members = {name: one for name, one, _ in buffer.members}
+        places = {
+            member: _place_of(member, one, given, device, continue_streams, prefetch > 0)
+            for (member, one), given in zip(members.items(), _by_member(rows, members), strict=True)
+        }
         self._owner: Any  # of all rows
         self._owners: dict[str | None, StateOwner]  # of each member
         if isinstance(buffer, Mixture):
-            self._owner = MixtureOwner(buffer, seed, device)
+            self._owner = MixtureOwner(buffer, seed, places)
             self._owners = {**self._owner.members}
         else:
-            self._owner = (
-                StateOwner(buffer, Draws(seed), device)
-                if rows == "device"
-                else TieredOwner(
-                    # `jaxreplay.open` has made one
-                    rows
-                    if isinstance(rows, Tiered)
-                    else tiered(buffer, rows=rows, continue_streams=continue_streams),
-                    Draws(seed),
-                    ahead=prefetch > 0,
-                )
-            )
+            self._owner = StateOwner(places[None], Draws(seed))
             self._owners = {None: self._owner}
         self._limiter = (
             None
@@ -186,8 +178,8 @@ class Replay:
         for member, owner in self._owners.items():
             if member in states:
                 owner.take(states[member])
-            elif example is not None:
-                owner.init(example)
+            elif example is not None or owner.place.is_read_only:
+                owner.init(owner.place.saved.example if example is None else example)
 
     @property
     def buffer(self) -> Any:
@@ -513,7 +505,7 @@ class Replay:
             self._check_open()
             owner.check_begun("write")
             given = owner.put((_index_of(index), values))
-            self._changing(owner.change, owner.method("write"), *given)
+            self._changing(owner.change, owner.place.method("write"), *given)
             self._monitor.notify_all()
 
     def map_rows(
@@ -535,8 +527,8 @@ class Replay:
         with self._monitor:
             self._check_open()
             owner.check_begun("map_rows")
-            call = functools.partial(owner.map_rows, block=block)
-            self._changing(owner.change, call, function, *arguments)
+            call = functools.partial(owner.place.method("map_rows"), block=block)
+            self._changing(owner.change, call, function, *owner.put(arguments))
 
     @property
     def _consumes(self) -> bool:
@@ -622,11 +614,11 @@ class Replay:
         with self._monitor:
             self._check_open()
             if owner.has_example:
-                self._changing(owner.change, owner.method("merge"), owner.put(state))
+                self._changing(owner.change, owner.place.method("merge"), owner.put(state))
             else:
                 owner.take(_copied(state))
                 if owner.buffer.autoreset is not None:
-                    owner.change(owner.method("end_streams"))
+                    owner.change(owner.place.method("end_streams"))
             self._start_anew()
 
     def add_episodes(self, episodes: Any, *, member: str | None = None) -> None:
@@ -665,13 +657,13 @@ class Replay:
             try:
                 for _, steps, mask in blocks("add_episodes", parts, buffer, owner.example):
                     if is_first and owner.has_example:
-                        self._changing(owner.change, owner.method("end_streams"))
+                        self._changing(owner.change, owner.place.method("end_streams"))
                     is_first = False
                     block = owner.block_of(steps, None, None, mask, is_ours=True)
                     self._changing(owner.insert, block)
             except BaseException:
                 if not is_first and not owner.is_lost:  # the last one may have no end
-                    self._changing(owner.change, owner.method("end_streams"))
+                    self._changing(owner.change, owner.place.method("end_streams"))
                 raise
             finally:
                 self._start_anew()
@@ -701,7 +693,7 @@ class Replay:
             for owner in self._owners.values():
                 with owner.opened() as has_rows:
                     if has_rows:
-                        self._changing(owner.change, owner.method("clear"))
+                        self._changing(owner.change, owner.place.method("clear"))
             self._start_anew()
 
     def end_streams(self, mask: Any = None, *, member: str | None = None) -> None:
@@ -725,7 +717,7 @@ class Replay:
             for owner in owners:
                 with owner.opened() as has_rows:
                     if has_rows:
-                        self._changing(owner.change, owner.method("end_streams"), mask)
+                        self._changing(owner.change, owner.place.method("end_streams"), mask)
                         owner.final_obs.restart()
 
     def drop(self, mask: Any, *, member: str | None = None) -> None:
@@ -745,7 +737,7 @@ class Replay:
             self._check_open()
             with owner.opened() as has_rows:
                 if has_rows:
-                    self._changing(owner.change, owner.method("drop"), mask)
+                    self._changing(owner.change, owner.place.method("drop"), mask)
                     self._start_anew()
 
     def metrics(self) -> dict[str, float]:
@@ -996,3 +988,47 @@ def _index_of(index: Any) -> Any:
         given = {"row": index}
     own = {name: owned(f"index: {name}", x) for name, x in given.items()}
     return Index(**own) if len(own) > 1 else own["row"]
+
+
+def _by_member(rows: Any, members: Mapping[str | None, Any]) -> list[Any]:
+    """Return where the rows of each member lie."""
+    if not isinstance(rows, dict):
+        return [rows] * len(members)
+    if None in members or not rows.keys() <= members.keys():
+        raise ValueError(
+            f"Replay: rows has the members {', '.join(map(repr, rows))}, but this Replay has "
+            + ("one buffer" if None in members else ", ".join(map(repr, members)))
+        )
+    return [rows.get(member, "device") for member in members]
+
+
+def _place_of(
+    member: str | None,
+    buffer: ReplayBuffer,
+    rows: Any,
+    device: Any,
+    continue_streams: bool,
+    ahead: bool,
+) -> OnDevice:
+    """Return where the rows of a buffer lie.
+
+    Args:
+      member: Its name in a mixture, or None.
+      buffer: The buffer.
+      rows: As for `Replay`, of one member; or a `Tiered`.
+      device: As for `Replay`, as is `continue_streams`.
+      ahead: Whether a thread gathers rows.
+    """
+    if isinstance(rows, str) and rows == "device":
+        if continue_streams:
+            raise ValueError("Replay: continue_streams=True needs rows in files: rows=folder")
+        return OnDevice(buffer, device)
+    if device is not None:
+        raise ValueError(
+            f"Replay: rows={rows!r} takes no device=: the index lies on JAX's default device"
+        )
+    if isinstance(rows, Replay):  # of `jaxreplay.open`
+        rows = rows._owner.saved
+    if not isinstance(rows, Tiered):
+        rows = tiered(buffer, rows=rows, continue_streams=continue_streams)
+    return OnHost(rows._of_member(member or ""), ahead)

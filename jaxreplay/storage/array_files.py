@@ -69,10 +69,6 @@ class ArrayFiles:
         self._maps[key].madvise(mmap.MADV_RANDOM)
         self.arrays[key] = np.ndarray(spec.shape, spec.dtype, self._maps[key], len(header))
 
-    def of_kind(self, kind: str) -> dict[str, np.ndarray]:
-        """Return the arrays of a kind by name."""
-        return {name: array for (its, name), array in self.arrays.items() if its == kind}
-
     def write(self, key: Any, rows: np.ndarray, values: np.ndarray) -> None:
         """Write rows, int64[K], of an array."""
         array = self.arrays[key]

@@ -30,7 +30,7 @@ from jaxreplay._util.aliases import Specs
 from jaxreplay._util.names import spec_of, spec_text
 from jaxreplay.storage import array_files
 from jaxreplay.storage.array_files import ArrayFiles
-from jaxreplay.storage.host_rows import HostRows
+from jaxreplay.storage.host_rows import RowStore
 
 _FORMAT = 3
 _MOST_TOKENS = 100  # whose checkpoints can be loaded
@@ -51,7 +51,7 @@ CREATE TABLE waiting (kind, name, place, content);
 """
 
 
-class FileRows(HostRows):
+class FileRows(RowStore):
     """Rows of some leaves in files, by their numbers.
 
     It opens the rows that a folder has, or makes new ones, of zeros. The folder, which must lie on
@@ -162,13 +162,13 @@ class FileRows(HostRows):
     def _opened(self, folder: pathlib.Path) -> ArrayFiles:
         return ArrayFiles(folder, self._specs, bytes.fromhex(self._about["id"]))
 
-    @property
-    def arrays(self) -> dict[str, np.ndarray]:  # type: ignore[override]
-        return self._files.of_kind("rows")
+    def whole(self, name: str) -> np.ndarray:
+        return self._files.arrays["rows", name]
 
     @property
     def journal(self) -> dict[str, np.ndarray]:
-        return self._files.of_kind("journal")
+        arrays = self._files.arrays.items()
+        return {name: array for (kind, name), array in arrays if kind == "journal"}
 
     def write(self, name: str, rows: np.ndarray, values: np.ndarray) -> None:
         self._files.write(("rows", name), rows, values)

@@ -1,6 +1,7 @@
-"""Rows outside of the device, in the memory of the host."""
+"""Rows outside of the device: what a store of them does, and those in the memory of the host."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -8,49 +9,59 @@ from jaxreplay._util.aliases import Specs
 from jaxreplay._util.aligned import aligned_zeros
 
 
-class HostRows:
-    """Rows of some leaves in the memory of the host, by their numbers.
+class RowStore:
+    """Rows of some leaves, by their numbers. A store of your own has `write`, `take` and `close`.
 
-    One thread may write while another one takes other rows.
+    It is made anew for each empty state, and by each restore, which gives up the store before when
+    the new one has all rows. One thread may take rows while another one writes others.
 
     Args:
-      capacity: Number of rows.
-      specs: Shape and dtype of a row of each leaf, by name.
+      capacity: Number of rows N.
+      specs: Shape and dtype of a row of each leaf, by name, as NumPy stores them.
     """
 
     def __init__(self, capacity: int, specs: Mapping[str, Specs]):
-        # all rows of each leaf, [capacity, ...], as they are stored
-        self.arrays = {
-            name: aligned_zeros((capacity, *spec.shape), spec.dtype) for name, spec in specs.items()
-        }
+        self.capacity, self.specs = capacity, specs
 
     def write(self, name: str, rows: np.ndarray, values: np.ndarray) -> None:
         """Write rows of a leaf; of a row that appears twice, the last values stay.
 
         Args:
           name: Name of the leaf.
-          rows: int64[K], in [0, capacity).
+          rows: int[K], in [0, N).
           values: [K, ...].
         """
-        self.arrays[name][rows] = values
+        raise NotImplementedError
 
     def take(self, name: str, rows: np.ndarray) -> np.ndarray:
-        """Return a copy of rows of a leaf: [*rows.shape, ...].
+        """Return a copy of rows of a leaf: [*rows.shape, ...]. Rows that were not written are
+        anything.
 
         Args:
           name: Name of the leaf.
-          rows: int32[...], in [0, capacity).
+          rows: int[...], in [0, N).
         """
-        return np.take(self.arrays[name], rows, axis=0, mode="clip")
+        raise NotImplementedError
 
-    def begin(self, number: np.ndarray) -> None:
-        """Note that rows are about to be written, up to those before the numbers int64[E] of each
-        env. Those that they overwrite are gone."""
+    def close(self) -> None:
+        """Give up the rows."""
 
     def rewrite(self, leaves: Mapping[str, np.ndarray], rows: np.ndarray) -> None:
-        """Write leaves, [K, ...] by name, of rows that are there, int64[K]."""
+        """Write leaves of rows that are there.
+
+        Args:
+          leaves: Values of leaves by name, [K, ...].
+          rows: int[K], in [0, N).
+        """
         for name, values in leaves.items():
             self.write(name, rows, values)
+
+    def begin(self, number: np.ndarray) -> None:
+        """Note that rows are about to be written. Those that they overwrite are gone.
+
+        Args:
+          number: int64[E], the number of each env's next row after them.
+        """
 
     def flush(self) -> str | None:
         """Wait until all rows are where they outlast the process.
@@ -59,6 +70,33 @@ class HostRows:
           The token of these rows, which a checkpoint of their index has; None if no row does.
         """
 
+    def whole(self, name: str) -> np.ndarray:
+        """Return all rows of a leaf, [N, ...].
+
+        Args:
+          name: Name of the leaf.
+        """
+        return self.take(name, np.arange(self.capacity))
+
+
+class HostRows(RowStore):
+    """Rows in the memory of the host."""
+
+    def __init__(self, capacity: int, specs: Mapping[str, Specs]):
+        super().__init__(capacity, specs)
+        # all rows of each leaf, [N, ...], as they are stored
+        self.arrays: Any = {
+            name: aligned_zeros((capacity, *spec.shape), spec.dtype) for name, spec in specs.items()
+        }
+
+    def write(self, name: str, rows: np.ndarray, values: np.ndarray) -> None:
+        self.arrays[name][rows] = values
+
+    def take(self, name: str, rows: np.ndarray) -> np.ndarray:
+        return np.take(self.arrays[name], rows, axis=0, mode="clip")
+
+    def whole(self, name: str) -> np.ndarray:
+        return self.arrays[name]
+
     def close(self) -> None:
-        """Give up the memory."""
         self.arrays = {}

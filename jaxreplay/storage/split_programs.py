@@ -26,7 +26,7 @@ def rows_of(name: Any, row: jax.Array, shape: tuple[int, ...], dtype: Any) -> ja
     """Return rows of the host, in a function that `split` traces: [*row.shape, *shape].
 
     Args:
-      name: Name of the leaf; with several buffers that of the buffer, and of the leaf.
+      name: As in a `HostArray`.
       row: int32[...].
       shape: Shape of a row.
       dtype: Its dtype.
@@ -41,8 +41,8 @@ def _(row: Any, *, name: Any, shape: tuple[int, ...], dtype: Any) -> Any:
 
 def _refuse(*_: Any, name: Any, **params: Any) -> Any:
     raise ValueError(
-        f"the rows of {name} lie on the host, which no program reads: use draw, take and read of "
-        "the tiered buffer"
+        f"the rows of {name[-1]} lie on the host, which no program reads: use draw, take and read "
+        "of the tiered buffer"
     )
 
 
@@ -61,7 +61,7 @@ class Request:
     """Rows that a program reads.
 
     Attributes:
-      name: Name of the leaf, as for `rows_of`.
+      name: Name of the leaf, as in a `HostArray`.
       shape: Shape of the row numbers.
       size: Number of rows.
     """
@@ -118,9 +118,10 @@ def split(function: Callable[..., Any], *arguments: Any) -> Split:
             )
         if eqn.primitive is _rows_p:
             if depends:
+                name = eqn.params["name"][-1]
                 raise ValueError(
-                    f"the numbers of the rows of {eqn.params['name']} that the view reads depend "
-                    "on other rows, which are not on the device"
+                    f"the numbers of the rows of {name} that the view reads depend on other rows, "
+                    "which are not on the device"
                 )
             requests.append(eqn)
         elif depends:

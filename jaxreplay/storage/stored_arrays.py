@@ -55,7 +55,7 @@ class TiledArray(Node):
 class HostArray(Node):
     """Array whose rows lie outside of the device, which knows their shape and dtype alone."""
 
-    name: Any = static_field()
+    name: tuple[str, str] = static_field()  # of its buffer in a mixture, or ""; and its own
     shape: tuple[int, ...] = static_field()
     dtype: Any = static_field()  # of the values
 
@@ -95,7 +95,8 @@ def write(
       are_distinct: If False, a row may be written twice; on a CPU the last one stays. Default:
         True.
     """
-    if isinstance(leaf, HostArray):  # the host writes the values
+    # The host writes the values.
+    if isinstance(leaf, HostArray) or isinstance(getattr(leaf, "bits", None), HostArray):
         return leaf
     if isinstance(leaf, BitsArray):
         bits = _encode(values, leaf.bits.dtype)
@@ -130,9 +131,10 @@ def read(leaf: jax.Array | BitsArray | TiledArray | HostArray, row: jax.Array) -
     return leaf.at[row].get(mode="promise_in_bounds")
 
 
-def values(leaf: jax.Array | BitsArray | TiledArray) -> jax.Array:
-    """Return every row: `[N, ...]`. A leaf that is a plain array is returned itself."""
-    if isinstance(leaf, BitsArray):
+def values(leaf: jax.Array | BitsArray | TiledArray) -> Any:
+    """Return every row: `[N, ...]`. A leaf that is a plain array is returned itself, as is one
+    whose rows lie on the host."""
+    if isinstance(leaf, BitsArray) and not isinstance(leaf.bits, HostArray):
         return _decode(values(leaf.bits), leaf.dtype)
     return (
         tiles.decoded(list(leaf.tiles), leaf.row, leaf.dtype, leaf.rule)

@@ -20,7 +20,7 @@ from jaxreplay.storage.host_rows import HostRows
 from tests.conftest import ALL, SOAK
 from tests.support.buffers import CATALOG, bits, each
 from tests.support.refusals import refused
-from tests.support.steps import nth
+from tests.support.steps import nth, plain_step
 
 # Masks and final rows; sequences, and writes.
 FEW = ("prioritized final_obs, masked", "sequences prioritized, every second start")
@@ -371,7 +371,7 @@ def test_a_replay_that_is_closed_leaves_no_thread(place, tmp_path):
         replay.sample()
         assert {*threading.enumerate()} > before
     assert {*threading.enumerate()} <= before
-    assert repr(replay._owner.tier).endswith(f"rows={str(rows)!r})")
+    assert repr(replay._owner.place.tier).endswith(f"rows={str(rows)!r})")
 
 
 def test_gathers_of_stale_plans_fail_and_finished_ones_are_dropped():
@@ -428,7 +428,7 @@ def test_rows_of_a_replay_that_is_dropped_are_freed():
     replay = jr.Replay(jr.items(capacity=8, batch_size=4), rows="host", prefetch=1)
     replay.add(np.int32([1]))
     replay.sample()
-    store = weakref.ref(replay._owner.tier._store)
+    store = weakref.ref(replay._owner.place.tier._store)
     del replay
     for _ in range(100):  # the thread may still hold its last gather
         gc.collect()
@@ -496,3 +496,61 @@ def test_what_cannot_be_read_from_the_host_is_refused():
         tier = jr.tiered(buffer)
         with refused(message):
             jax.eval_shape(tier.draw, tier.init(example), jax.random.key(0))
+
+
+class Listed(jr.buffers.RowStore):
+    """Rows in lists."""
+
+    def __init__(self, capacity, specs):
+        super().__init__(capacity, specs)
+        self.rows = {
+            name: [np.zeros(spec.shape, spec.dtype)] * capacity for name, spec in specs.items()
+        }
+
+    def write(self, name, rows, values):
+        for row, value in zip(rows.tolist(), values, strict=True):
+            self.rows[name][row] = value.copy()
+
+    def take(self, name, rows):
+        found = [self.rows[name][row] for row in rows.reshape(-1).tolist()]
+        spec = self.specs[name]
+        return np.array(found, spec.dtype).reshape(*rows.shape, *spec.shape)
+
+    def close(self):
+        self.rows = None
+
+
+def test_rows_may_lie_in_a_store_of_ones_own(tmp_path):
+    """With a leaf that is stored as bits, and through every call that moves rows."""
+    shared = {"num_envs": 2, "batch_size": 4, "autoreset": "next_step", "allow_mask": True}
+    buffer = jr.prioritized(capacity=24, **shared, allow_write=True)
+
+    def block(first):
+        number = np.broadcast_to(first + np.arange(5.0)[:, None], (5, 2)).astype(np.float32)
+        return plain_step(number).replace(obs=np.asarray(jnp.asarray(number, jnp.bfloat16)))
+
+    example, other = jax.tree.map(lambda leaf: leaf[0, 0], block(0)), jr.jit(buffer)
+    given = other.extend(other.init(example), block(70))
+    options = {"example": example, "framework": "numpy"}
+    replays = [jr.Replay(buffer, rows=rows, **options) for rows in ("device", Listed)]
+    for number, replay in enumerate(replays):
+        for first in range(0, 25, 5):
+            replay.add(block(first))
+        replay.write(replay.sample().index, {"reward": np.full(4, -1, np.float32)})
+        replay.map_rows(plus_one)
+        replay.merge(given)
+        replay.save(tmp_path / str(number))
+    for _ in range(2):
+        found, expected = (replay.sample() for replay in replays)
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+        for number, replay in enumerate(replays):
+            replay.add(block(60))
+            replay.load(tmp_path / str(1 - number))
+    replays[1].clear()
+    assert len(replays[1]) == 0
+    assert repr(replays[1]._owner.place.tier).endswith("rows='Listed')")
+
+
+def plus_one(step, _):
+    """Return another reward of a step."""
+    return {"reward": step.reward + 1}

@@ -167,7 +167,7 @@ def test_a_call_that_writes_no_row_of_a_page_changes_nothing_else(tmp_path, monk
         state = tier.add(state, page(number), np.ones(1, bool))
     state = tier.write(state, index, {"a": np.zeros((2, 1500), np.int32)})  # all are overwritten
     state = tier.add(state, page(11), np.ones(1, bool))
-    for name, rows in tier._store.arrays.items():
+    for name, rows in tier._store._files.arrays.items():
         assert (rows.reshape(8, -1).T == [9, 10, 11, 4, 5, 6, 7, 8]).all(), name
 
 
@@ -401,7 +401,7 @@ def test_a_checkpoint_of_the_index_has_the_rows_that_were_not_overwritten_since(
     saver = Checkpointer(tmp_path / "index", tier)
     saver.save(state, step=1)
     size = sum(path.stat().st_size for path in (tmp_path / "index").rglob("*.*"))
-    assert size < 30_000 < tier._store.arrays["obs.image"].nbytes
+    assert size < 30_000 < tier._store.whole("obs.image").nbytes
     wanted = jax.tree.map(np.array, tier.whole(state))
     # nothing was overwritten: the state is the same, with its priorities
     found = saver.restore(example())
@@ -612,7 +612,7 @@ def test_a_copy_is_restored_anywhere_and_a_damaged_one_replaces_nothing(tmp_path
     found = fed(other, found, 60, 61)
     file = next((tmp_path / "copy" / "rows").iterdir())
     file.write_bytes(file.read_bytes()[:-1])
-    with refused("damaged", CorruptCheckpointError):
+    with refused("is not as it was written", CorruptCheckpointError):
         Checkpointer(tmp_path / "copy", other).restore(example())
     check_rows(other, found, 11, 61)
 
@@ -650,7 +650,7 @@ def test_a_call_before_the_first_add_changes_the_rows_of_the_folder(call, tmp_pa
     with made() as replay:
         function(replay)
         add(replay, range(15, 18))
-        found = pairs(replay._owner.tier, replay._owner.state)
+        found = pairs(replay._owner.place.tier, replay._owner.state)
     assert found == left | {(15, 16), (16, 17)}
 
 
@@ -666,10 +666,10 @@ def test_a_replay_goes_on_with_the_rows_of_its_folder(tmp_path):
     with made(example=example()) as replay:
         assert len(replay) == size
         assert replay.load(tmp_path / "index", extras={"step": 0}) == {"step": 30}
-        check_rows(replay._owner.tier, replay._owner.state, 0, 30)
+        check_rows(replay._owner.place.tier, replay._owner.state, 0, 30)
     with made(continue_streams=True) as replay:  # the shapes are those of the first step
         add(replay, range(30, 31))
-        check_rows(replay._owner.tier, replay._owner.state, 0, 31)
+        check_rows(replay._owner.place.tier, replay._owner.state, 0, 31)
 
 
 def test_flags_of_agents_are_the_devices_after_blocks_as_long_as_the_ring(tmp_path):

@@ -6,7 +6,6 @@ import shutil
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -40,7 +39,7 @@ def rows_of(tier):
     the rows between these, by env and number."""
     store = tier._store
     first, end, _ = store.progress.tolist()
-    arrays = {**store.arrays, "flags": store.journal["flags"]}
+    arrays = {name: values for (_, name), values in store._files.arrays.items()}
     return (
         first,
         end,
@@ -127,8 +126,7 @@ class History:
         return self.tier.adopt(self.other())
 
     def merge(self):
-        whole = jax.tree.map(jnp.copy, self.tier.whole(self.state))
-        return self.tier.adopt(ON_DEVICE.merge(whole, self.other()))
+        return self.tier.merge(self.state, self.other())
 
     def save(self):
         """Save the index, or a copy."""
@@ -149,7 +147,7 @@ class History:
             return self.state
 
 
-ADDS, ROW_BY_ROW = {"extend", "over"}, {"write", "map_rows"}
+ADDS, ROW_BY_ROW = {"extend", "over", "merge"}, {"write", "map_rows"}
 NAMES = [
     *("extend", "extend", "extend", "over", "write", "map_rows", "drop", "clear", "end_streams"),
     *("adopt", "merge", "save", "load", "load"),

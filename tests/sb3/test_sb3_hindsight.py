@@ -12,7 +12,7 @@ from scipy import stats
 
 from jaxreplay import sb3
 from jaxreplay.sb3 import hindsight
-from jaxreplay.stateful import owner
+from jaxreplay.stateful import places
 from tests.support.hlo import check_in_place
 from tests.support.refusals import refused, warned
 from tests.support.replays import have_one_length
@@ -155,7 +155,7 @@ def test_after_a_failed_add_each_step_has_its_infos(monkeypatch):
         raise MemoryError("no room for a program")
 
     with monkeypatch.context() as patch:
-        patch.setattr(owner, "_extend", [fails] * 2)
+        patch.setattr(places, "_reading", lambda _: ([fails] * 2, [fails] * 2))
         fill(buffer, 1, start=20)
         with pytest.raises(MemoryError):
             buffer.sample(4)

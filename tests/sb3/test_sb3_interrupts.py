@@ -10,7 +10,7 @@ import torch
 from gymnasium import spaces
 
 from jaxreplay import sb3
-from jaxreplay.sb3 import rows
+from jaxreplay.stateful import places
 from tests.sb3 import test_sb3_hindsight as goals
 from tests.support.interrupting import (
     check_comparisons,
@@ -135,7 +135,7 @@ def test_an_interrupted_add_leaves_the_rows_or_says_that_they_are_lost(when, mon
 
     buffer.sample(4)
     with monkeypatch.context() as patch:
-        patch.setattr(rows, "_ADD_AND_READ", [fails] * 2)
+        patch.setattr(places, "_reading", lambda _: ([fails] * 2, [fails] * 2))
         add(buffer, 1)  # waits
         with pytest.raises(KeyboardInterrupt):
             buffer.sample(4)

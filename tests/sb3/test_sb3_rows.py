@@ -61,7 +61,7 @@ def test_batches_are_the_same_wherever_the_rows_lie(kind, tmp_path):
         for column in others:
             jax.tree.map(np.testing.assert_array_equal, column, whole)
     owner = ours[2]._owner  # as the device counts them, so that any buffer may open the folder
-    (flags, written), journal = flags_of(owner.state), owner.tier._store.journal["flags"]
+    (flags, written), journal = flags_of(owner.state), owner.place.tier._store.journal["flags"]
     np.testing.assert_array_equal(journal[written], np.asarray(flags)[written])
     again = pickle.loads(pickle.dumps(ours[1]))
     added_to([again, ours[0]], stream(space, BOX, ours[0].n_envs, 10, seed=1))

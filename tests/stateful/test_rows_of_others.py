@@ -96,7 +96,7 @@ def test_demonstrations_go_into_the_rows_a_block_at_a_time(rows, monkeypatch):
     )
     replay.add(steps(500))
     own, taken = rewards(replay), []
-    store = replay._owner.tier._store if rows == "host" else None
+    store = replay._owner.place.tier._store if rows == "host" else None
 
     def episodes():
         for k in range(8):
@@ -117,7 +117,7 @@ def test_demonstrations_go_into_the_rows_a_block_at_a_time(rows, monkeypatch):
     goes_on = batch.is_valid & (batch.experience.discount > 0)
     assert (batch.experience.next_obs - batch.experience.obs)[goes_on].max() == 1
     if store is not None:
-        assert replay._owner.tier._store is store
+        assert replay._owner.place.tier._store is store
 
 
 def test_the_state_is_a_copy():
@@ -175,6 +175,71 @@ def test_a_mixture_is_loaded_without_an_example(tmp_path):
     for each in (replay, loaded):
         each.add(nth(steps(6), 0), member="online")
     assert_same(loaded.sample(), replay.sample())
+
+
+PLACES = {
+    "demos in files": lambda path: {"demos": path / "rows"},
+    "demos on the host, the others in files": lambda path: {
+        "demos": "host",
+        "online": path / "rows",
+    },
+    "all on the host": lambda path: "host",
+    "demos of a checkpoint": lambda path: {"demos": jr.open(path / "demos", uniform())},
+}
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("rows", PLACES)
+def test_members_of_a_mixture_may_lie_in_different_places(rows, prefetch, tmp_path):
+    """Batches, priorities and checkpoints are those of a mixture on the device."""
+    with jr.Replay(uniform(), example=nth(steps(0), (0, 0))) as demos:
+        demos.add(steps(1000))
+        demos.save(tmp_path / "demos")
+        state = demos.state
+    options = {"example": nth(steps(0), (0, 0)), "seed": 3, "prefetch": prefetch}
+    on_device = mixed(**options)
+    elsewhere = mixed(**options, rows=PLACES[rows](tmp_path))
+    for replay in (on_device, elsewhere):
+        if replay is on_device or rows != "demos of a checkpoint":
+            replay.merge(state, member="demos")
+        replay.add(steps(0), member="online")
+    for number in range(4):
+        found, expected = elsewhere.sample(), on_device.sample()
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+        for replay, batch in ((elsewhere, found), (on_device, expected)):
+            replay.update_priorities(batch.index, 1.0 + np.arange(8))
+            replay.add(nth(steps(6 + number), 0), member="online")
+        if not prefetch:
+            fractions = {"demos": 0.75, "online": 0.25}
+            found, expected = (one.sample(fractions=fractions) for one in (elsewhere, on_device))
+            jax.tree.map(np.testing.assert_array_equal, found, expected)
+    if rows != "demos of a checkpoint":
+        elsewhere.save(tmp_path / "saved", copy=True)
+        again = mixed(**options)
+        again.load(tmp_path / "saved")
+        assert len(again) == len(elsewhere) == len(on_device)
+        assert_same(again.sample(), elsewhere.sample())
+        elsewhere.add(steps(20), member="online")
+        elsewhere.load(tmp_path / "saved")
+        assert len(elsewhere) == len(again)
+        elsewhere.clear()
+        assert len(elsewhere) == 0
+    elsewhere.close()
+
+
+def test_places_of_unknown_members_are_refused(tmp_path):
+    for said, made in {
+        "rows has the members 'demo', but this Replay has 'demos', 'online'": lambda: mixed(
+            rows={"demo": "host"}
+        ),
+        "rows has the members 'demos', but this Replay has one buffer": lambda: jr.Replay(
+            uniform(), rows={"demos": "host"}
+        ),
+        "takes no device=": lambda: mixed(rows={"demos": "host"}, device="cpu"),
+        'rows must be "host", or the path of a folder': lambda: mixed(rows={"demos": "hots"}),
+    }.items():
+        with pytest.raises(ValueError, match=said):
+            made()
 
 
 def test_a_mixture_asks_for_the_member():

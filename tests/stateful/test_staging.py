@@ -8,7 +8,7 @@ import pytest
 
 import jaxreplay as jr
 from jaxreplay.host.staging import Staging
-from jaxreplay.stateful import owner
+from jaxreplay.stateful import owner, places
 from tests.conftest import ALL
 from tests.support.compilations import count_programs
 from tests.support.replays import check_same, make, step
@@ -32,10 +32,11 @@ def test_a_loop_runs_one_program_for_its_adds_and_its_sample(monkeypatch):
     def noted(name, real):
         return lambda *arguments, **options: seen.append(name) or real(*arguments, **options)
 
-    monkeypatch.setattr(owner, "method", noted("method", owner.method))
+    for module in (owner, places):
+        monkeypatch.setattr(module, "method", noted("method", module.method))
     for name in ("_extend", "_sample", "_add_and_sample"):
-        both = [noted(name, real) for real in getattr(owner, name)]
-        monkeypatch.setattr(owner, name, both)
+        both = [noted(name, real) for real in getattr(places, name)]
+        monkeypatch.setattr(places, name, both)
     loop(20)
     assert seen == ["_add_and_sample"] * 20
 
@@ -130,7 +131,7 @@ def test_a_failed_program_loses_no_step_that_waits(monkeypatch):
 
     with monkeypatch.context() as patch:
         for name in ("_extend", "_add_and_sample"):
-            patch.setattr(owner, name, [fails, fails])
+            patch.setattr(places, name, [fails, fails])
         for call in (replay.sample, lambda: len(replay), replay.clear):
             with pytest.raises(MemoryError):
                 call()

@@ -14,7 +14,7 @@ import jaxreplay as jr
 from jaxreplay import checkpoint
 from jaxreplay.buffers import memory, tiered
 from jaxreplay.samplers import ConsumingSampler
-from jaxreplay.stateful import owner
+from jaxreplay.stateful import places
 from tests.conftest import ALL, SOAK
 from tests.support.compilations import count_programs
 from tests.support.refusals import check_refused, refused, warned
@@ -516,7 +516,7 @@ def test_a_failed_add_leaves_the_rows_or_says_that_they_are_lost(saved, monkeypa
 
     def add_by(function, error):
         with monkeypatch.context() as patch:
-            patch.setattr(owner, "_extend", [function] * 2)
+            patch.setattr(places, "_extend", [function] * 2)
             with pytest.raises(error):
                 replay.add(on_device(step(4)))  # added at once; NumPy arrays wait
 
