@@ -611,11 +611,10 @@ class Tiered:
           number: int64[E], number of rows that each env got so far.
         """
         length = self.buffer.length
-        lap, position = np.divmod(number, length)
-        since = (lap.astype(np.uint32) - np.asarray(chosen.laps)).astype(np.int64) * length
-        since += position - np.asarray(chosen.positions)
+        since = number - self._number(chosen.laps, chosen.positions)
         if not since.any():
             return True
+        since %= length * 2**32  # laps go round
         env, place = np.divmod(np.asarray(chosen.rows), length)
         at = lambda values: np.take_along_axis(np.asarray(values), env, axis=-1)
         age = ring.position_of(at(chosen.positions) - 1 - place, length)
@@ -662,9 +661,10 @@ class Tiered:
           ValueError: As for `draw`.
         """
         _check_outside("sample", (state, key))
-        self.index.check_given("sample", options)
+        if options:
+            self.index.check_given("sample", options)
         plan = _draw(self.index, state, key, options, batch_size=batch_size)
-        return made(plan, self.take(plan))
+        return made(plan, self._gather(plan, self._store_of("sample"), self.num_written))
 
     def write(self, state: ReplayState, index: Index, values: Any) -> ReplayState:
         """Overwrite leaves of rows that were sampled, as `ReplayBuffer.write` does. Outside of

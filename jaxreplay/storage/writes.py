@@ -134,14 +134,15 @@ def counted(
     envs, window, length = layout.envs(counters.some), layout.window, layout.length
 
     # Where they go.
-    if layout.lockstep and ends is None:  # the positions are known without looking at the block
-        num_steps = len(is_written)
-        nth = jnp.broadcast_to(ring.arange(num_steps)[:, None], is_written.shape)
-        num_rows = jnp.full(envs.shape, num_steps, jnp.int32)
+    size = len(is_written)
+    if layout.lockstep or ends is not None:  # the last row is the newest
+        age = jnp.broadcast_to(size - 1 - ring.arange(size)[:, None], is_written.shape)
+        num_rows = jnp.full(envs.shape, size, jnp.int32)
+        num_rows = num_rows if ends is None else is_written.sum(axis=0, dtype=jnp.int32)
     else:
         nth = jnp.cumsum(is_written, axis=0, dtype=jnp.int32) - 1
         num_rows = nth[-1] + 1
-    age = num_rows - 1 - nth
+        age = num_rows - 1 - nth
     end = counters.position + num_rows
     new = new.set(
         position=ring.wrap(end, length),
