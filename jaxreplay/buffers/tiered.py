@@ -10,7 +10,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -384,10 +384,9 @@ class Tiered:
 
         before = self.num_written
         after, told = _extend(self.index, state, flags, given, envs, reopens)
-        written, lap, position, last_flags = jax.device_get(told)
+        (row, is_written, flags, of_agents), (lap, position, _, last) = jax.device_get(told)
         number = self._number(lap, position)
         self._wait_for_gathers(number)
-        row, is_written = written.row, written.is_written
         store.begin(number)
         for name, leaf in leaves.items():
             every = len(row) // len(leaf)  # the row of a step alone, or that of a final one, too
@@ -404,12 +403,11 @@ class Tiered:
                 mask, was_first = reopens
                 is_new = np.concatenate([is_written[:1] & ~mask, is_written[1:]])
                 rows = self._newest(before - mask)[mask], row[0][mask]
-                known = np.where(was_first, row_flags.FIRST, 0)[mask], written.flags[0][mask]
+                known = np.where(was_first, row_flags.FIRST, 0)[mask], flags[0][mask]
                 again.append(("flags", np.concatenate(rows), np.concatenate(known)))
-            for name, of_rows in (("flags", written.flags), ("agents", written.agents)):
-                if of_rows is not None:
-                    store.journal[name][row[is_new]] = of_rows[is_new]
-            store.end(number, 0 if last_flags is None else last_flags, known=again)
+            for name, own in store.journal.items():
+                own[row[is_new]] = (flags if name == "flags" else of_agents)[is_new]
+            store.end(number, last, known=again)
         return after
 
     def _undivided(self, state: ReplayState, call: Callable[[], ReplayState]) -> ReplayState:
@@ -423,7 +421,7 @@ class Tiered:
             with defer_interrupts():
                 if self._is_stale and isinstance(store := self._store, FileRows):
                     none = np.zeros_like(self.num_written)
-                    store.end(none, 0, none, until=none)
+                    store.end(none, None, none, until=none)
                 self._is_stale = False
                 self.newest = call()
         except Exception as error:
@@ -970,19 +968,14 @@ class Tiered:
         _check_outside("merge", (state, other))
         self._check_newest("merge", state)
         other = adopt.check_adopted("merge", self.buffer, other)
-        stored = dict(named(state.rows.steps, is_leaf=stored_arrays.is_compound))
-        leaves = dict(named(other.rows.steps, is_leaf=stored_arrays.is_compound))
-        leaves = {x: np.asarray(stored_arrays.values(leaves[x])) for x in stored if x in leaves}
 
         def merge() -> ReplayState:
-            after, row, lap, position = _merge(self.index, state, mapped(other, self.index.absent))
-            number, row = self._number(lap, position), np.asarray(row)
+            after, row = _merge(self.index, state, mapped(other, self.index.absent))
+            row, (lap, position, *_) = jax.device_get((row, _counts(after.counters)))
+            number = self._number(lap, position)
             self._wait_for_gathers(number)
             store.begin(number)
-            kept = row < self.buffer.capacity
-            for name, leaf in leaves.items():
-                if not jax.tree.leaves(stored[name]):  # they lie on the host
-                    store.write(name, row[kept], _bits(leaf[kept], stored[name]))
+            self._copy(store, other, row)
             return self._followed(after, is_new=True)
 
         return self._undivided(state, merge)
@@ -991,16 +984,21 @@ class Tiered:
         with jax.default_device(jax.devices("cpu")[0]):
             state = method("adopt")(self._whole, state)
         with self._anew(example_of(state.layout, state.rows.steps)) as (empty, store):
-
-            def take(name: str, leaf: Any) -> Any:
-                array = leaf.bits if isinstance(leaf, BitsArray) else leaf
-                every = np.arange(self.buffer.capacity)
-                store.write(name, every, np.asarray(stored_arrays.values(array)))
-                return self.index.absent(name, leaf)
-
-            index = mapped(state, take)
+            self._copy(store, state, np.arange(self.buffer.capacity))
+            index = mapped(state, self.index.absent)
             index = jax.device_put(index, jax.tree.leaves(empty.counters)[0].sharding)
             return self._followed(index, until=np.full_like(self.num_written, -1))
+
+    def _copy(self, store: RowStore, state: ReplayState, rows: np.ndarray) -> None:
+        """Write all rows of a state with the same leaves, to rows int32[M]; past the end, none."""
+        kept = rows < self.buffer.capacity
+
+        def write(name: str, leaf: Any) -> Any:
+            bits = leaf.bits if isinstance(leaf, BitsArray) else leaf
+            store.write(name, rows[kept], np.asarray(stored_arrays.values(bits))[kept])
+            return leaf
+
+        mapped(state, write)
 
     def close(self) -> None:
         """Give up the rows, and their memory. Those in files stay there, for another `init`."""
@@ -1046,7 +1044,7 @@ class Tiered:
             else:
                 newest = self._newest(self.num_written)
                 known.append((name, newest, np.asarray(_rows_at(kept[name], newest))))
-        first, last = self.num_written - filled, 0 if last is None else last
+        first = self.num_written - filled
         store.end(self.num_written, last, first, known, until)
         return state
 
@@ -1079,8 +1077,8 @@ def _check_outside(where: str, tree: PyTree) -> None:
 def _extend(
     buffer: IndexBuffer, state: ReplayState, flags: Any, given: Any, envs: Any, reopens: Any
 ) -> tuple[ReplayState, Any]:
-    """Append a block of steps of which the flags are known. Return the state, and what is told of
-    it: the rows that were written, each env's place, and the flags of its newest row."""
+    """Append a block of steps of which the flags are known. Return the state; and the rows that
+    were written, whether they were, their flags and bytes of agents, and `_counts`."""
     if reopens is not None:
         state = newest_row.reopen(state, *reopens)
     axes = jax.tree.leaves(flags)[0].shape[:2]
@@ -1093,19 +1091,9 @@ def _extend(
     of_all = state.counters
     of_envs = of_all if envs is None else of_all.of(step_checks.as_envs(envs, buffer.num_envs))
     _, written = writes.advance(state.replace(counters=of_envs), steps, given[0])
-    told = Told(written.row, written.is_written, written.flags, written.agents)
+    told = written.row, written.is_written, written.flags, written.agents
     after = ReplayBuffer.extend(buffer, state, steps, *given, **_options_of(envs))
-    of_all = after.counters
-    return after, (told, of_all.lap, of_all.position, of_all.last_flags)
-
-
-class Told(NamedTuple):
-    """Rows that were written: fields of `writes.Writes`."""
-
-    row: Any
-    is_written: Any
-    flags: Any
-    agents: Any
+    return after, (told, _counts(after.counters))
 
 
 def _options_of(envs: Any) -> dict[str, Any]:
@@ -1149,10 +1137,8 @@ def _draw(index: IndexBuffer, state: ReplayState, key: Key, options: Any, batch_
 @functools.partial(program, changes=True)
 def _merge(
     index: IndexBuffer, state: ReplayState, other: ReplayState
-) -> tuple[ReplayState, jax.Array, jax.Array, jax.Array]:
-    """Return the state, the new row of each row of the other, and each env's place."""
-    after, row = adopt.merged(index, state, other)
-    return after, row, after.counters.lap, after.counters.position
+) -> tuple[ReplayState, jax.Array]:
+    return adopt.merged(index, state, other)
 
 
 @jax.jit

@@ -195,7 +195,7 @@ class FileRows(RowStore):
     def end(
         self,
         number: np.ndarray,
-        last_flags: Any,
+        last_flags: np.ndarray | None,
         first: np.ndarray | None = None,
         known: Any = (),
         until: np.ndarray | None = None,
@@ -204,7 +204,7 @@ class FileRows(RowStore):
 
         Args:
           number: int64[E], the number of each env's next row.
-          last_flags: uint8[E], flags of the newest rows.
+          last_flags: uint8[E], flags of the newest rows, or None.
           first: int64[E], the number of each env's oldest row. Default: as it was, of a ring.
           known: What is known of rows that were there already: its name, the rows, int64[K], and
             their values, [K, ...], each.
@@ -213,7 +213,8 @@ class FileRows(RowStore):
         """
         oldest = np.maximum(self.progress[FIRST], number - self._length)
         oldest = oldest if first is None else first
-        progress = np.stack([oldest, number, np.broadcast_to(last_flags, number.shape)])
+        flags = np.zeros_like(number) if last_flags is None else last_flags
+        progress = np.stack([oldest, number, flags])
         values = [(("journal", name), *of) for name, *of in known]
         self._commit(progress.astype(np.int64), values, until)
 

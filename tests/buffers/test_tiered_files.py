@@ -191,7 +191,7 @@ def test_a_fork_neither_keeps_the_folder_locked_nor_changes_it(tmp_path):
     if not child:
         os.close(theirs)
         with refused("cannot be changed by a fork", RuntimeError):
-            tier._store.end(np.full(3, 9), 0)
+            tier._store.end(np.full(3, 9), None)
         tier.close()
         gc.collect()
         os.write(2, os.read(ours, 1))  # until the test ends
@@ -517,7 +517,7 @@ def test_the_folder_keeps_few_earlier_tokens(tmp_path):
     tokens = []
     for _ in range(file_rows._MOST_TOKENS + 10):
         tokens.append(store.token)
-        store.end(end, 0, until=end)
+        store.end(end, None, until=end)
     assert [store.since(token, end) is None for token in tokens] == [True] * 11 + [False] * 99
 
 
