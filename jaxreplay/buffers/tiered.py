@@ -460,7 +460,8 @@ class Tiered:
         if envs is not None:
             step_checks.check_envs(where, envs, state.layout, self.buffer.num_envs)
         leaves, structure = jax.tree.flatten(((steps, *given), envs))
-        specs = [jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype) for x in leaves]
+        dtype = lambda x: jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)
+        specs = [jax.ShapeDtypeStruct(np.shape(x), dtype(x)) for x in leaves]
         known = where, structure, tuple((spec.shape, spec.dtype) for spec in specs)
         if known not in self._known:
             call = functools.partial(getattr(ReplayBuffer, where), self.index)

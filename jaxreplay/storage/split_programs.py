@@ -169,8 +169,10 @@ jax.tree_util.register_static(Split)
 def _part(jaxpr: Jaxpr, constvars: Any, invars: Any, eqns: Any, outvars: Any) -> Jaxpr:
     """Return some equations of a jaxpr as one of their own."""
     new = {"constvars": constvars, "invars": invars, "eqns": eqns, "outvars": outvars}
-    if not hasattr(jaxpr.debug_info, "with_unknown_names"):  # before jax 0.5 the names must fit
-        new["debug_info"] = None
+    info: Any = jaxpr.debug_info
+    if info is not None and not hasattr(info, "with_unknown_names"):  # the names must fit
+        names = {"arg_names": ("",) * len(invars), "result_paths": ("",) * len(outvars)}
+        new["debug_info"] = info._replace(**names)
     return jaxpr.replace(**new, effects=set().union(*(eqn.effects for eqn in eqns)))
 
 
