@@ -37,6 +37,15 @@ TESTS = {
     "actors": "actors/test_protocol.py actors/test_blocks.py actors/test_processes.py "
     "actors/test_actors.py",
     "datasets/episodes.py": "test_datasets.py test_dataset_files.py",
+    "storage/file_rows.py": "buffers/test_tiered_kills.py buffers/test_tiered_files.py "
+    "sb3/test_sb3_rows.py",
+    "storage/array_files.py": "buffers/test_tiered_files.py buffers/test_tiered_kills.py",
+    "buffers/tiered.py": "buffers/test_tiered.py buffers/test_tiered_files.py "
+    "buffers/test_tiered_kills.py stateful/test_rows_of_others.py sb3/test_sb3_rows.py",
+    "stateful/places.py": "buffers/test_tiered.py stateful/test_rows_of_others.py "
+    "stateful/test_stateful.py stateful/test_staging.py sb3/test_sb3_rows.py",
+    "stateful/owner.py": "stateful/test_staging.py stateful/test_rows_of_others.py "
+    "stateful/test_stateful.py buffers/test_tiered_files.py",
 }
 
 
