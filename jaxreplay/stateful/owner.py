@@ -338,9 +338,10 @@ class StateOwner(Owner):
         self.place.free()
 
     def close(self) -> None:
-        if not self._is_closed:
+        if self.place.outlasts and not self._is_closed:
             self.keep_waiting()
-            self._is_closed = self.place.close()
+        self._is_closed = self.place.outlasts
+        self.place.close()
 
     def put_loaded(self, state: Any, example: Any) -> None:
         if not self.has_example:

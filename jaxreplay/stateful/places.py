@@ -39,11 +39,12 @@ class OnDevice:
       device: As above, or None.
       home: Where new states lie, or None.
       is_read_only: Whether no rows can be added.
+      outlasts: Whether the rows stay when the process ends.
       example: Shapes and dtypes of one env's step, of rows that are there before a state is; or
         None.
     """
 
-    is_read_only = False
+    is_read_only = outlasts = False
     example: Any = None
 
     def __init__(self, buffer: ReplayBuffer, device: Any = None):
@@ -111,9 +112,8 @@ class OnDevice:
     def free(self) -> None:
         """Give up the rows."""
 
-    def close(self) -> bool:
-        """Give back what others may use. Return whether the rows cannot be used any more."""
-        return False
+    def close(self) -> None:
+        """Give back what others may use."""
 
 
 @dataclasses.dataclass
@@ -153,7 +153,7 @@ class OnHost(OnDevice):
         super().__init__(tier.index)
         self.tier = self.saved = tier
         self.whole_buffer, self.home, self.ahead = tier.whole_buffer, default_device(), ahead
-        self.is_read_only = tier.read_only is not None
+        self.is_read_only, self.outlasts = tier.read_only is not None, tier.is_in_files
         names = "clear", "end_streams", "drop", "write", "map_rows", "merge"
         # made once, since they are compared
         self._methods: dict[str, Any] = {name: _of(getattr(tier, name)) for name in names}
@@ -210,11 +210,10 @@ class OnHost(OnDevice):
     def free(self) -> None:
         self.tier.close()
 
-    def close(self) -> bool:
+    def close(self) -> None:
         self.tier.end_gathers()
-        if self.tier.is_in_files:
+        if self.outlasts:
             self.tier.close()
-        return self.tier.is_in_files
 
 
 def _of(call: Any) -> Any:

@@ -138,6 +138,8 @@ class Replay:
         members: dict[str | None, Any] = {None: buffer}
         if isinstance(buffer, Mixture):
             members = {name: one for name, one, _ in buffer.members}
+        if continue_streams and rows == "device":
+            raise ValueError("Replay: continue_streams=True needs rows in files: rows=folder")
         places = {
             member: _place_of(member, one, given, device, continue_streams, prefetch > 0)
             for (member, one), given in zip(members.items(), _by_member(rows, members), strict=True)
@@ -1020,8 +1022,6 @@ def _place_of(
       ahead: Whether a thread gathers rows.
     """
     if isinstance(rows, str) and rows == "device":
-        if continue_streams:
-            raise ValueError("Replay: continue_streams=True needs rows in files: rows=folder")
         return OnDevice(buffer, device)
     if device is not None:
         raise ValueError(
