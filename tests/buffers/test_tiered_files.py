@@ -252,10 +252,8 @@ def about(**changed):
     return told("UPDATE journal SET about = json_patch(about, ?)", json.dumps(changed))
 
 
-def progress(first, end):
-    return told(
-        "UPDATE journal SET progress = ?", np.array([[first] * 3, [end] * 3, [0] * 3]).tobytes()
-    )
+def progress(*rows):
+    return told("UPDATE journal SET progress = ?", np.array([[row] * 3 for row in rows]).tobytes())
 
 
 def pipe(name):
@@ -302,8 +300,10 @@ DAMAGE = {
     "1-rows.obs.x.npy is no regular file": pipe("1-rows.obs.x.npy"),
     "1-rows.obs.x.npy is the file of another folder": swap,
     # the oldest rows are newer than the newest, and more rows than a ring has
-    "it has numbers of rows that cannot be": progress(9, 0),
-    "it has numbers of rows .*be": progress(0, LENGTH + 1),
+    "it has numbers of rows that cannot be": progress(9, 0, 0),
+    "it has numbers of rows .*be": progress(0, LENGTH + 1, 0),
+    "it has numbers of rows that .*be": progress(0, 9, 256),
+    "it has numbers of rows that can.*be": progress(0, 9, -1),
 }
 
 
