@@ -130,7 +130,7 @@ MAKING = {
         got 'gpu'""",
     "jr.tiered(mixture)": "takes a ReplayBuffer, such as",
     "jr.tiered(jr.uniform(**SIZES, **FINAL, num_agents=2))": "several agents need another",
-    "jr.Replay(items, rows='host', device='cpu')": "rows='host' takes no mixture and no device=",
+    "jr.Replay(items, rows='host', device='cpu')": "rows='host' takes no device=",
     "jr.tiered(items, continue_streams=True)": "continue_streams=True is for rows in files",
     "jr.Replay(items, continue_streams=True)": "continue_streams=True needs rows in files",
     # Trees of samplers.
