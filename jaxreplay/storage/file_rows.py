@@ -120,10 +120,12 @@ class FileRows(RowStore):
                 self._files = self._named = self._opened(self._folder / name)
                 self._put(self._waiting())
             self._text = json.dumps(self._about)
-            with contextlib.suppress(*([OSError] if found else [])):  # a full disk can be read
+            is_new = found is None
+            with contextlib.nullcontext() if is_new else contextlib.suppress(OSError):
+                # A full disk can be read.
                 self._commit(self.progress, until=self.progress[END])  # copies have their own
-            for left in self._folder.glob("rows-*"):
-                if left.name != self._files.folder.name:
+            for number in self._numbers():  # of a process that was killed
+                if (left := self._folder / f"rows-{number}") != self._files.folder:
                     shutil.rmtree(left, ignore_errors=True)
         except BaseException:
             self.close()
@@ -150,14 +152,18 @@ class FileRows(RowStore):
 
     def _made(self) -> ArrayFiles:
         """Return new files of zeros."""
-        number = max([0, *(int(one.name[5:]) for one in self._folder.glob("rows-*"))]) + 1
-        folder = self._folder / f"rows-{number}"
+        folder = self._folder / f"rows-{max([0, *self._numbers()]) + 1}"
         try:
             array_files.make(folder, self._specs, bytes.fromhex(self._about["id"]))
             return self._opened(folder)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
+
+    def _numbers(self) -> list[int]:
+        """Return the numbers of the folders of files. Others, such as rows-1-copy, are not ours."""
+        names = [one.name for one in self._folder.glob("rows-*")]
+        return [int(name[5:]) for name in names if re.fullmatch(r"rows-[1-9]\d*", name)]
 
     def _opened(self, folder: pathlib.Path) -> ArrayFiles:
         return ArrayFiles(folder, self._specs, bytes.fromhex(self._about["id"]))
@@ -222,7 +228,10 @@ class FileRows(RowStore):
         # no checkpoint of the index may find other values than it had
         until = np.full_like(self.progress[END], -1) if self._is_known else None
         size = sum(values.nbytes for values in leaves.values())
-        for part in np.array_split(np.arange(len(rows)), size // _MOST_WAITING + 1):
+        parts = min(size // _MOST_WAITING + 1, len(rows))
+        if not parts:
+            return
+        for part in np.array_split(np.arange(len(rows)), parts):
             given = [(("rows", name), rows[part], values[part]) for name, values in leaves.items()]
             self._commit(self.progress, given, until)
             until = None
@@ -258,9 +267,12 @@ class FileRows(RowStore):
             given = self._text, self._files.folder.name, progress.tobytes()
             database.execute("UPDATE journal SET about = ?, files = ?, progress = ?", given)
             for key, rows, new in values:
-                content = np.ascontiguousarray(new, self._files.arrays[key].dtype).tobytes()
-                given = *key, np.asarray(rows, np.int64).tobytes(), content
-                database.execute("INSERT INTO waiting VALUES (?, ?, ?, ?)", given)
+                rows = np.asarray(rows, np.int64)
+                new = np.ascontiguousarray(new, self._files.arrays[key].dtype)
+                for at in range(0, len(rows), _MOST_WAITING):  # a value has at most 1 GB
+                    part = slice(at, at + _MOST_WAITING)
+                    given = *key, rows[part].tobytes(), new[part].tobytes()
+                    database.execute("INSERT INTO waiting VALUES (?, ?, ?, ?)", given)
             if until is not None:
                 self._take_token(until)
         self.progress, self._named = progress, self._files
@@ -285,7 +297,7 @@ class FileRows(RowStore):
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[Any]:
-        """Yield the database. What it is told is kept when the block ends, or none of it."""
+        """Yield the database. It keeps all changes of the block, or none."""
         if self._database is None:
             raise RuntimeError("rows in files cannot be changed by a fork of their process")
         with _told(self._folder):
@@ -404,7 +416,7 @@ def _found(database: Any, folder: pathlib.Path) -> tuple[dict[str, Any], str, np
         bytes.fromhex(about["id"])
         for leaf in about["leaves"].values():
             spec_of(leaf)
-        if not re.fullmatch(r"rows-\d+", files):
+        if not re.fullmatch(r"rows-[1-9]\d*", files):
             raise ValueError(f"no folder {files!r}")
         numbers = np.frombuffer(progress, np.int64).reshape(3, about["num_envs"])
         first, end, flags = numbers
@@ -437,8 +449,8 @@ def _told(folder: pathlib.Path) -> Iterator[None]:
 
 
 def _give_up_databases() -> None:
-    """Keep a fork of a process from closing the databases of its parent, which would delete what
-    that writes: they are neither used there nor freed."""
+    """Leave the databases of a process to it, in a fork: to close one would delete what the process
+    writes from then on."""
     for store in list(_OPEN):
         store._closed.detach()
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(store._database))

@@ -171,6 +171,17 @@ def test_a_call_that_writes_no_row_of_a_page_changes_nothing_else(tmp_path, monk
         assert (rows.reshape(8, -1).T == [9, 10, 11, 4, 5, 6, 7, 8]).all(), name
 
 
+def test_a_folder_of_another_name_is_not_removed(tmp_path):
+    tier, state = opened(tmp_path)
+    state = fed(tier, state, 0, 3)
+    tier.close()
+    for name in ("rows-1-copy", "rows-backup", "rows-7"):  # the last one is of a killed process
+        shutil.copytree(tmp_path / "rows-1", tmp_path / name)
+    check_rows(*opened(tmp_path), 0, 3)
+    left = sorted(path.name for path in tmp_path.glob("rows-*"))
+    assert left == ["rows-1", "rows-1-copy", "rows-backup"]
+
+
 def test_a_folder_is_open_once(tmp_path):
     tier, _ = opened(tmp_path)
     with refused("in use by another process, or by another buffer", BlockingIOError):

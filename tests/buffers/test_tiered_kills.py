@@ -189,8 +189,10 @@ def check_pairs(tier, state):
 
 
 @pytest.mark.parametrize("seed", range(10 if SOAK else 5 if ALL else 1))
-def test_a_kill_leaves_the_rows_from_before_a_call_or_from_after_it(seed, tmp_path):
-    """Each is read from a copy of the folder that was made at a random line of the call."""
+def test_a_kill_leaves_the_rows_from_before_a_call_or_from_after_it(seed, tmp_path, monkeypatch):
+    """Each is read from a copy of the folder that was made at a random line of the call. Values
+    wait in parts, as those of many rows do."""
+    monkeypatch.setattr(file_rows, "_MOST_WAITING", 20)
     history = History(tmp_path, seed)
     history.state = history.extend()
     for nth in range(20):
