@@ -358,18 +358,23 @@ class Tiered:
         store, steps, envs = self._checked(where, state, steps, given, envs)
         if where == "add":
             steps, given = jax.tree.map(lambda leaf: leaf[None], (steps, given))
-        most = self.index._most_steps
-        for start in range(0, len(jax.tree.leaves(steps)[0]), most):
-            part = jax.tree.map(lambda leaf, at=start: leaf[at : at + most], (steps, given))
-            append = functools.partial(self._append_part, store, state, *part, envs, reopens)
-            state, reopens = self._undivided(state, append), None
-        return state
+        time, most = len(jax.tree.leaves(steps)[0]), self.index._most_steps
+
+        def append() -> ReplayState:
+            after, of_first = state, reopens
+            for start in range(0, time, most):
+                part: Any = jax.tree.map(lambda x, at=start: x[at : at + most], (steps, given))
+                after = self._append_part(store, after, *part, envs, of_first)
+                of_first = None
+            return after
+
+        return self._undivided(state, append) if time else state
 
     def _append_part(
         self, store: RowStore, state: ReplayState, steps: Any, given: Any, envs: Any, reopens: Any
     ) -> ReplayState:
         """Append as many steps as one call of the index can."""
-        # Their values, as they are stored: until the first is written, an error loses nothing.
+        # Their values, as they are stored. Until the state is donated, an error loses nothing.
         axes = jax.tree.leaves(steps)[0].shape[:2]
         flags, values, final = np.zeros(axes, bool), steps, {}
         if isinstance(steps, Step):
@@ -464,7 +469,7 @@ class Tiered:
         specs = [jax.ShapeDtypeStruct(np.shape(x), dtype(x)) for x in leaves]
         known = where, structure, tuple((spec.shape, spec.dtype) for spec in specs)
         if known not in self._known:
-            call = functools.partial(getattr(ReplayBuffer, where), self.index)
+            call = getattr(self.index, where)
             add = lambda state, given, envs: call(state, *given, **_options_of(envs))
             jax.eval_shape(add, state, *jax.tree.unflatten(structure, specs))
             self._known.add(known)
@@ -745,7 +750,8 @@ class Tiered:
         Returns:
           The token of these files, which a checkpoint of their index has; None without files.
         """
-        return self._store_of("flush").flush()
+        store = self._store_of("flush")
+        return store.flush() if isinstance(store, FileRows) else None
 
     def resume(
         self, example: PyTree, token: str, end: np.ndarray, restore: Callable[[Any], ReplayState]
@@ -1093,7 +1099,7 @@ def _extend(
     of_envs = of_all if envs is None else of_all.of(step_checks.as_envs(envs, buffer.num_envs))
     _, written = writes.advance(state.replace(counters=of_envs), steps, given[0])
     told = written.row, written.is_written, written.flags, written.agents
-    after = ReplayBuffer.extend(buffer, state, steps, *given, **_options_of(envs))
+    after = buffer.extend(state, steps, *given, **_options_of(envs))
     return after, (told, _counts(after.counters))
 
 

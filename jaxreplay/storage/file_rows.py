@@ -344,7 +344,8 @@ class FileRows(RowStore):
         is_there = found is not None and (end <= self._limit(found[0])).all()
         return self.progress[FIRST] if is_there else None
 
-    def flush(self) -> str | None:
+    def flush(self) -> str:
+        """Wait until all rows are on the disk. Return their token."""
         self._files.flush()
         with _told(self._folder):
             self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")

@@ -34,8 +34,8 @@ class RowStore:
         raise NotImplementedError
 
     def take(self, name: str, rows: np.ndarray) -> np.ndarray:
-        """Return a copy of rows of a leaf: [*rows.shape, ...]. Rows that were not written are
-        anything.
+        """Return a copy of rows of a leaf: [*rows.shape, ...]. Of rows that were not written
+        it may have any values.
 
         Args:
           name: Name of the leaf.
@@ -61,13 +61,6 @@ class RowStore:
 
         Args:
           number: int64[E], the number of each env's next row after them.
-        """
-
-    def flush(self) -> str | None:
-        """Wait until all rows are where they outlast the process.
-
-        Returns:
-          The token of these rows, which a checkpoint of their index has; None if no row does.
         """
 
     def whole(self, name: str) -> np.ndarray:

@@ -361,6 +361,11 @@ def test_an_interrupt_leaves_the_state_of_the_call_in_reach(monkeypatch):
     state = tier.add(tier.newest, np.int32([4]))
     assert tier.newest is None
     assert rows_of(tier, state, 5) == [0, 1, 2, 3, 4]
+    monkeypatch.setattr(HostRows, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):  # in the first part of a block longer than the ring
+        tier.extend(state, np.arange(20, 40, dtype=np.int32)[:, None])
+    monkeypatch.undo()
+    assert sorted(rows_of(tier, tier.newest, 8)) == [*range(32, 40)]
 
 
 @pytest.mark.parametrize("place", ["host", "files"])
