@@ -363,8 +363,8 @@ class Tiered:
         def append() -> ReplayState:
             after, of_first = state, reopens
             for start in range(0, time, most):
-                part: Any = jax.tree.map(lambda x, at=start: x[at : at + most], (steps, given))
-                after = self._append_part(store, after, *part, envs, of_first)
+                part, of_part = jax.tree.map(lambda x, at=start: x[at : at + most], (steps, given))
+                after = self._append_part(store, after, part, of_part, envs, of_first)
                 of_first = None
             return after
 
