@@ -440,24 +440,26 @@ class Tiered:
         if self.read_only is not None:
             raise ValueError(self.read_only)
 
-    def _check_newest(self, where: str, state: ReplayState) -> None:
-        """Raise a ValueError if the rows cannot be changed, or a state was donated."""
+    def _store_to_change(self, where: str, state: ReplayState, given: Any) -> RowStore:
+        """Return the store, or raise an error if a call cannot change its rows: they are lost or to
+        be read alone, the call is inside of `jit`, or the state was donated."""
+        _check_outside(where, (state, given))
         self._check_changeable()
+        store = self._store_of(where)
         if self.newest is not None and not is_alive(state):
             raise ValueError(
                 f"{where}: this state was donated to a call that was interrupted before it "
                 "returned its own: go on with state = tier.newest"
             )
         check_not_deleted(where, state)
+        return store
 
     def _checked(
         self, where: str, state: ReplayState, steps: PyTree, given: tuple[Any, ...], envs: Any
     ) -> tuple[RowStore, PyTree, Any]:
         """Return the store, and steps and envs as arrays of NumPy. Raise a ValueError if something
         does not fit; nothing is written yet."""
-        store = self._store_of(where)
-        _check_outside(where, (state, steps))
-        self._check_newest(where, state)
+        store = self._store_to_change(where, state, (steps, given, envs))
         if self.buffer.autoreset is not None:
             steps = step_checks.step_of(where, steps, self.buffer.autoreset)
         envs = None if envs is None else np.asarray(envs)
@@ -685,9 +687,7 @@ class Tiered:
         Raises:
           ValueError: As for `ReplayBuffer.write`.
         """
-        store = self._store_of("write")
-        _check_outside("write", state)
-        self._check_newest("write", state)
+        store = self._store_to_change("write", state, (index, values))
         stored = dict(named(state.rows.steps, is_leaf=stored_arrays.is_compound))
         concurrent.futures.wait([flight.future for flight in self._flights])
 
@@ -720,9 +720,7 @@ class Tiered:
         Raises:
           ValueError: As for `ReplayBuffer.map_rows`.
         """
-        store = self._store_of("map_rows")
-        _check_outside("map_rows", (state, arguments))
-        self._check_newest("map_rows", state)
+        store = self._store_to_change("map_rows", state, arguments)
         step_checks.check_writable("map_rows", state)
         checks.check_size("map_rows", "block", block)
         size = min(block, self.buffer.capacity)
@@ -971,9 +969,7 @@ class Tiered:
         Raises:
           ValueError: As for `ReplayBuffer.merge`.
         """
-        store = self._store_of("merge")
-        _check_outside("merge", (state, other))
-        self._check_newest("merge", state)
+        store = self._store_to_change("merge", state, other)
         other = adopt.check_adopted("merge", self.buffer, other)
 
         def merge() -> ReplayState:
@@ -1021,8 +1017,7 @@ class Tiered:
             thread.shutdown()
 
     def _changed(self, name: str, state: ReplayState, *arguments: Any) -> ReplayState:
-        _check_outside(name, (state, arguments))
-        self._check_newest(name, state)
+        self._store_to_change(name, state, arguments)
         change = method(name)
         changed = lambda: self._followed(change(self.index, state, *arguments), name == "drop")
         return self._undivided(state, changed)

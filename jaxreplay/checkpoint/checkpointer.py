@@ -18,12 +18,13 @@ from jaxreplay.buffers.mixture import Mixture, check_names
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.rollout import Rollout
 from jaxreplay.buffers.tiered import Tiered
-from jaxreplay.checkpoint import extras as extras_of, planning, restoring, rows, tiers, verifying
+from jaxreplay.checkpoint import extras as extras_of, planning, restoring, rows, verifying
 from jaxreplay.checkpoint.chain import Chain
 from jaxreplay.checkpoint.fits import check_path
 from jaxreplay.checkpoint.manifest import MOST_DEPTH, STEPS, Manifest, check_depth
 from jaxreplay.checkpoint.planning import Plan, Split
 from jaxreplay.checkpoint.restoring import MissingRows, Reading
+from jaxreplay.checkpoint.savers import ShardedSaver, StateSaver, TieredSaver
 from jaxreplay.checkpoint.saving import File, written
 from jaxreplay.checkpoint.store import store_at
 from jaxreplay.checkpoint.verifying import Verified
@@ -107,8 +108,9 @@ class Checkpointer:
         if not all(isinstance(one, kinds) for one in members.values()):
             raise ValueError(
                 "Checkpointer: buffer must be a ReplayBuffer, a Rollout, a Mixture, a sharded or a "
-                f"tiered buffer, got {type(buffer).__name__}; instead of jaxreplay.jit(buffer) "
-                "pass buffer"
+                "tiered buffer, or a dict of buffers by their names, got "
+                f"{', '.join(type(one).__name__ for one in members.values())}; instead of "
+                "jaxreplay.jit(buffer) pass buffer"
             )
         if not callable(max_to_keep):
             checks.check_size("Checkpointer", "max_to_keep", max_to_keep)
@@ -116,16 +118,16 @@ class Checkpointer:
         self.buffer: Any = buffer
         self._processes = Processes()
         # by the names of a mixture's members
-        self._places: dict[str, tiers.OnDevice] = {}
+        self._savers: dict[str, StateSaver] = {}
         for name, one in members.items():
             if isinstance(one, Sharded):
                 shards = Shards(one)
-                self._processes, self._places[name] = shards.processes, tiers.OnMesh(shards)
+                self._processes, self._savers[name] = shards.processes, ShardedSaver(shards)
             elif isinstance(one, Tiered):
-                self._places[name] = tiers.OnHost(one)
+                self._savers[name] = TieredSaver(one)
             else:
-                self._places[name] = tiers.OnDevice(one)
-        self._members = {name: place.buffer for name, place in self._places.items()}
+                self._savers[name] = StateSaver(one)
+        self._members = {name: saver.buffer for name, saver in self._savers.items()}
         self._named = self._members.get("", buffer)
         self._pid = os.getpid()
         self._store = store_at(path, timeout)
@@ -203,7 +205,7 @@ class Checkpointer:
         plan = None
         try:
             with self._processes.agreed():
-                splits = {name: self._places[name].split(x, copy) for name, x in states.items()}
+                splits = {name: self._savers[name].split(x, copy) for name, x in states.items()}
                 plan = self._planned(splits, extra, step, metadata)
                 self._write(plan, splits)
         except BaseException:
@@ -340,7 +342,7 @@ class Checkpointer:
           RuntimeError: The process was forked.
         """
         check_not_forked("this Checkpointer", self._pid)
-        why = next((x.has_own_sharding for x in self._places.values() if x.has_own_sharding), None)
+        why = next((x.why_no_sharding for x in self._savers.values() if x.why_no_sharding), None)
         if why is not None and sharding is not None:
             raise ValueError(f"restore: {why}; leave out sharding")
         examples = dict.fromkeys(self._members, example)
@@ -348,7 +350,7 @@ class Checkpointer:
             examples = example if example.keys() == examples.keys() else examples
 
         def state_of(name: str, reading: Reading) -> Any:
-            return self._places[name].restored(examples[name], reading, sharding)
+            return self._savers[name].restored(examples[name], reading, sharding)
 
         with self._processes.agreed():
             found = restoring.restored(
@@ -379,13 +381,13 @@ class Checkpointer:
 
     def _checked_states(self, where: str, state: Any) -> dict[str, Any]:
         """Return the states of the members by name, or raise a ValueError if they are not."""
-        if "" in self._places:
-            self._places[""].check(where, state)
+        if "" in self._savers:
+            self._savers[""].check(where, state)
             return {"": state}
-        check_names(state, [*self._places])
-        for name, place in self._places.items():
-            place.check(f"{where}: {name}", state[name])
-        return {name: state[name] for name in self._places}
+        check_names(state, [*self._savers])
+        for name, saver in self._savers.items():
+            saver.check(f"{where}: {name}", state[name])
+        return {name: state[name] for name in self._savers}
 
 
 def _checked_step(step: Any) -> int:

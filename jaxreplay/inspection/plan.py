@@ -123,7 +123,11 @@ def _plan(
     index of one."""
     whole, free = buffer.memory(example), memory.free_bytes()
     taken = whole if tier is None else tier.index.memory(example)
-    place = {} if tier is None else {"place": tier.place, "free_place": tier.free_bytes()}
+    place = (
+        {}
+        if tier is None
+        else {"place": tier.place if tier.is_in_files else "host", "free_place": tier.free_bytes()}
+    )
     obs = [size for name, size in whole.leaves.items() if name.startswith("rows.steps.obs")]
 
     def fits(length: int) -> bool:

@@ -71,7 +71,7 @@ class OnDevice:
         return _map_rows if name == "map_rows" else method(name)
 
     def extend(self, is_few: bool) -> Callable[..., Any]:
-        """Return what adds a block, called as function(buffer, state, block, **envs)."""
+        """Return the function that adds a block, called as function(buffer, state, block, **envs)."""
         return _extend[is_few]
 
     def is_lost(self, state: Any) -> bool:
@@ -238,12 +238,11 @@ def _extend(buffer: ReplayBuffer, state: Any, block: Any, **envs: Any) -> Any:
 
 
 def _map_rows(buffer: Any, state: Any, function: Any, *arguments: Any, block: int) -> Any:
-    return map_rows(buffer, state, arguments, function, block)
+    return _mapped(buffer, state, arguments, function, block)
 
 
 @functools.partial(program, changes=True, static=("function", "block"))
-def map_rows(buffer: ReplayBuffer, state: Any, arguments: Any, function: Any, block: int) -> Any:
-    """Return a state with new leaves of all rows."""
+def _mapped(buffer: ReplayBuffer, state: Any, arguments: Any, function: Any, block: int) -> Any:
     return buffer.map_rows(state, function, *arguments, block=block)
 
 

@@ -129,7 +129,7 @@ def main(num, which, folder, num_meshes):
     message = "metadata must be JSON, nested at most 100"
     refused(message, one.save, state, 40, metadata={"a": deep(200 * which)})
     assert one.all_steps() == [20]
-    shards = one._places[""]._shards
+    shards = one._savers[""]._shards
     parts, shards.parts = shards.parts, [shards.parts, not_there][which]
     refused("not there", one.save, state, 40, kind=KeyError)
     shards.parts = parts
@@ -163,7 +163,7 @@ def main(num, which, folder, num_meshes):
     assert one.step == 62
     assert lost
     assert lost >= set(range(newest.env, newest.env_stop))
-    counts = np.asarray(one._places[""]._shards.split(got)[1]["counters"]["filled"])
+    counts = np.asarray(one._savers[""]._shards.split(got)[1]["counters"]["filled"])
     assert (counts < 32).sum() == len(lost)
 
     devices = np.array(jax.devices())

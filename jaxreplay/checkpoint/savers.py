@@ -1,4 +1,4 @@
-"""How the rows of a buffer are saved and restored, by where they lie.
+"""Savers: how states are saved and restored, by where their rows lie.
 
 Rows in the memory of the host are saved as those on a device. Of rows in files a checkpoint has the
 index alone, and the token of the files, unless a copy is asked for. The rows that were overwritten
@@ -24,8 +24,8 @@ from jaxreplay.storage import adopt
 from jaxreplay.storage.state import ReplayState
 
 
-class OnDevice:
-    """A buffer whose states have its rows.
+class StateSaver:
+    """Saves and restores states that have their rows.
 
     Args:
       buffer: The buffer.
@@ -34,8 +34,8 @@ class OnDevice:
       buffer: The buffer of which a checkpoint has a state.
     """
 
-    # why no sharding may be given for a restore, or None
-    has_own_sharding: str | None = None
+    # the reason why a restore takes no sharding, or None
+    why_no_sharding: str | None = None
 
     def __init__(self, buffer: Any):
         self.buffer = buffer
@@ -71,10 +71,10 @@ class OnDevice:
         return reading.state(self.buffer, example, sharding)
 
 
-class OnMesh(OnDevice):
-    """A sharded buffer."""
+class ShardedSaver(StateSaver):
+    """Saves and restores states of a sharded buffer."""
 
-    has_own_sharding = "a sharded buffer's mesh is its own"
+    why_no_sharding = "a sharded buffer's mesh is its own"
 
     def __init__(self, shards: Shards):
         super().__init__(shards.buffer)
@@ -91,10 +91,10 @@ class OnMesh(OnDevice):
         return self._shards.restored(example, reading)
 
 
-class OnHost(OnDevice):
-    """A tiered buffer, whose rows a restore replaces."""
+class TieredSaver(StateSaver):
+    """Saves and restores states of a tiered buffer, whose rows a restore replaces."""
 
-    has_own_sharding = "the index of a tiered buffer lies on the default device"
+    why_no_sharding = "the index of a tiered buffer lies on the default device"
 
     def __init__(self, tier: Tiered):
         super().__init__(tier.index)
