@@ -108,9 +108,9 @@ class Checkpointer:
         if not all(isinstance(one, kinds) for one in members.values()):
             raise ValueError(
                 "Checkpointer: buffer must be a ReplayBuffer, a Rollout, a Mixture, a sharded or a "
-                "tiered buffer, or a dict of buffers by their names, got "
-                f"{', '.join(type(one).__name__ for one in members.values())}; instead of "
-                "jaxreplay.jit(buffer) pass buffer"
+                f"tiered buffer, got {', '.join(type(one).__name__ for one in members.values())}; "
+                "several go into a dict by their names; instead of jaxreplay.jit(buffer) pass "
+                "buffer"
             )
         if not callable(max_to_keep):
             checks.check_size("Checkpointer", "max_to_keep", max_to_keep)

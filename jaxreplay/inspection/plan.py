@@ -123,11 +123,10 @@ def _plan(
     index of one."""
     whole, free = buffer.memory(example), memory.free_bytes()
     taken = whole if tier is None else tier.index.memory(example)
-    place = (
-        {}
-        if tier is None
-        else {"place": tier.place if tier.is_in_files else "host", "free_place": tier.free_bytes()}
-    )
+    place = {}
+    if tier is not None:
+        where = tier.place if tier.is_in_files else "host"
+        place = {"place": where, "free_place": tier.free_bytes()}
     obs = [size for name, size in whole.leaves.items() if name.startswith("rows.steps.obs")]
 
     def fits(length: int) -> bool:

@@ -71,7 +71,7 @@ class OnDevice:
         return _map_rows if name == "map_rows" else method(name)
 
     def extend(self, is_few: bool) -> Callable[..., Any]:
-        """Return the function that adds a block, called as function(buffer, state, block, **envs)."""
+        """Return what adds a block: a function of a buffer, a state and a block, and `envs`."""
         return _extend[is_few]
 
     def is_lost(self, state: Any) -> bool:

@@ -553,7 +553,9 @@ def test_rows_may_lie_in_a_store_of_ones_own(tmp_path):
             replay.load(tmp_path / str(1 - number))
     replays[1].clear()
     assert len(replays[1]) == 0
-    assert repr(replays[1]._owner.place.tier).endswith("rows='Listed')")
+    tier = replays[1]._owner.place.tier
+    assert repr(tier).endswith("rows='Listed')")
+    assert "rows, on the host" in str(jr.plan(tier, example))
 
 
 def plus_one(step, _):
