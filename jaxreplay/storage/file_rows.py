@@ -118,7 +118,10 @@ class FileRows(RowStore):
                 keys = [("rows", leaf) for leaf in self._about["leaves"]]
                 self._specs = {key: self._specs[key] for key in (*keys, *self._specs)}
                 self._files = self._named = self._opened(self._folder / name)
-                self._put(self._waiting())
+                try:
+                    self._put(self._waiting())
+                except (ValueError, LookupError, TypeError) as error:
+                    raise ValueError(f"{self._folder / _DATABASE} is damaged: {error!r}") from error
             self._text = json.dumps(self._about)
             is_new = found is None
             with contextlib.nullcontext() if is_new else contextlib.suppress(OSError):

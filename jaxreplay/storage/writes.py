@@ -98,9 +98,12 @@ def rows_of(
     """
     layout, of_agents = counters.layout, None
     if newest is not None:
-        is_cleared = (counters.filled == 0) & (counters.lap > 0)
-        given = terminated, truncated, taken, counters.last_flags
-        of_agents = bytes_of_agents(layout, *given, newest, is_cleared)
+        last_flags, is_cleared = counters.last_flags, (counters.filled == 0) & (counters.lap > 0)
+        has_ended = agents.ended(newest) & ~layout.closes_episode(last_flags)[:, None]
+        # After a clear it is not known who has ended. Then a flag counts as one of an earlier step.
+        has_ended |= is_cleared[:, None]
+        own = last_flags if layout.autoreset == "next_step" else None
+        of_agents = agents.bytes_of(terminated, truncated, taken, has_ended, own)
         terminated, truncated = agents.flags_of_env(of_agents)
     assert layout.autoreset is not None
     flags, is_written = row_flags.rows_of(
@@ -211,33 +214,6 @@ def _newest_bytes(state: ReplayState) -> jax.Array:
     env = jnp.minimum(layout.envs(counters.some), layout.num_envs - 1)
     newest = layout.row(env, layout.wrap(counters.position - 1))
     return stored_arrays.read(state.rows.steps.terminated, newest)
-
-
-def bytes_of_agents(
-    layout: Layout,
-    terminated: jax.Array,
-    truncated: jax.Array,
-    taken: jax.Array,
-    last_flags: jax.Array,
-    newest: jax.Array,
-    is_cleared: jax.Array,
-) -> jax.Array:
-    """Return the bytes of several agents in a block of steps: uint8[T, E, A].
-
-    Args:
-      layout: Layout of the state.
-      terminated: bool[T, E, A].
-      truncated: bool[T, E, A].
-      taken: bool[T, E], False where an env took no step.
-      last_flags: uint8[E], flags of the newest rows.
-      newest: uint8[E, A], bytes of the newest rows.
-      is_cleared: bool[E], True if the rows were cleared, and none was written since.
-    """
-    has_ended = agents.ended(newest) & ~layout.closes_episode(last_flags)[:, None]
-    # After a clear it is not known who has ended. Then a flag counts as one of an earlier step.
-    has_ended |= is_cleared[:, None]
-    own = last_flags if layout.autoreset == "next_step" else None
-    return agents.bytes_of(terminated, truncated, taken, has_ended, own)
 
 
 def skipped(

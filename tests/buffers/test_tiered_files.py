@@ -310,6 +310,10 @@ DAMAGE = {
     "journal.sqlite-wal is no regular file": pipe("../journal.sqlite-wal"),
     "1-rows.obs.x.npy is no regular file": pipe("1-rows.obs.x.npy"),
     "1-rows.obs.x.npy is the file of another folder": swap,
+    "journal.sqlite is damaged: Key": told("INSERT INTO waiting VALUES ('rows', 'y', 1, 2)"),
+    "journal.sqlite is damaged: Index": told(
+        "INSERT INTO waiting VALUES ('rows', 'action', ?, ?)", np.array([150]).tobytes(), bytes(4)
+    ),
     # the oldest rows are newer than the newest, and more rows than a ring has
     "it has numbers of rows that cannot be": progress(9, 0, 0),
     "it has numbers of rows .*be": progress(0, LENGTH + 1, 0),
