@@ -41,8 +41,11 @@ class Static:
           where: Name of the called method, for the error.
           values: Values by name.
         """
+        if not values:  # takes a fraction of the time
+            return
         for name, low, high in self.ranges:
-            checks.check_range(where, name, values.get(name), low, high)
+            if name in values:
+                checks.check_range(where, name, values[name], low, high)
         for part in self._static_parts():
             part.check_given(where, values)
 

@@ -53,7 +53,8 @@ class Plan(Node):
     @property
     def batch(self) -> Sample[Any]:
         """The batch as far as it is known, with None in place of what depends on the rows."""
-        return self.parts.joined(itertools.repeat(None), self.known)
+        none = itertools.repeat(None)
+        return self.parts.joined(none, self.known, none)
 
 
 def requests_of(plan: Plan, member: str) -> list[tuple[str, Request]]:
@@ -151,9 +152,11 @@ def mapped(state: ReplayState, function: Callable[[str, Any], Any]) -> ReplaySta
 
 
 def made(plan: Plan, data: list[Any]) -> Sample[Any]:
-    """Return the batch of a plan and its rows, as `Tiered.read` does, outside of `jit`. What is
-    known of it goes through no program."""
-    return plan.parts.joined(_second(plan.parts, data, plan.needed), plan.known)
+    """Return the batch of a plan and its rows, as `Tiered.read` does, outside of `jit`. What is not
+    computed goes through no program."""
+    parts = plan.parts
+    rows = [jax.device_put(data[place]) for place in parts.rows]
+    return parts.joined(_second(parts, data, plan.needed), plan.known, rows)
 
 
 @functools.partial(program, on_one_core=True)

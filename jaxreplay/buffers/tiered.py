@@ -643,7 +643,9 @@ class Tiered:
         Returns:
           The batch, as `ReplayBuffer.sample` returns it.
         """
-        return plan.parts.joined(plan.parts.second(*data, *plan.needed), plan.known)
+        parts = plan.parts
+        made = parts.second(*data, *plan.needed)
+        return parts.joined(made, plan.known, [data[place] for place in parts.rows])
 
     def sample(
         self,

@@ -1,12 +1,13 @@
 """Rows outside of the device: what a store of them does, and those in the memory of the host."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from jaxreplay._util.aliases import Specs
-from jaxreplay._util.aligned import aligned_zeros
+from jaxreplay._util.aligned import LARGE, aligned_empty, aligned_zeros
 
 
 class RowStore:
@@ -34,8 +35,8 @@ class RowStore:
         raise NotImplementedError
 
     def take(self, name: str, rows: np.ndarray) -> np.ndarray:
-        """Return a copy of rows of a leaf: [*rows.shape, ...]. Of rows that were not written
-        it may have any values.
+        """Return a copy of rows of a leaf: [*rows.shape, ...]. It may become part of a batch, so it
+        is never changed. Of rows that were not written it may have any values.
 
         Args:
           name: Name of the leaf.
@@ -72,6 +73,14 @@ class RowStore:
         return self.take(name, np.arange(self.capacity))
 
 
+def taken(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return a copy of rows of an array; a large one that a CPU backend of JAX reads in place."""
+    shape = *rows.shape, *array.shape[1:]
+    is_large = math.prod(shape) * array.itemsize >= LARGE
+    out = aligned_empty(shape, array.dtype) if is_large else None
+    return np.take(array, rows, axis=0, mode="clip", out=out)
+
+
 class HostRows(RowStore):
     """Rows in the memory of the host."""
 
@@ -86,7 +95,7 @@ class HostRows(RowStore):
         self.arrays[name][rows] = values
 
     def take(self, name: str, rows: np.ndarray) -> np.ndarray:
-        return np.take(self.arrays[name], rows, axis=0, mode="clip")
+        return taken(self.arrays[name], rows)
 
     def whole(self, name: str) -> np.ndarray:
         return self.arrays[name]

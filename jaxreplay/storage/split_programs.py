@@ -19,6 +19,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
+from jaxreplay._util.aligned import LARGE
+
 _rows_p = Primitive("rows_of_the_host")
 
 
@@ -80,14 +82,17 @@ class Split:
       first: Takes the function's arguments, flat. Returns the row numbers of each request, what
         `second` needs, the leaves of the result that depend on no row, and the other result.
       second: Takes the gathered rows, [*request.shape, ...], and what it needs. Returns the leaves
-        of the result that depend on rows.
-      joined: Takes the leaves that depend on rows, and those that do not. Returns the result.
+        of the result that are computed from rows.
+      rows: The places of the large requests whose rows are leaves of the result as they are.
+      joined: Takes the leaves that are computed from rows, those that depend on none, and the rows
+        of `rows`. Returns the result.
     """
 
     requests: tuple[Request, ...]
     first: Callable[..., tuple[list[Any], list[Any], list[Any], Any]]
     second: Callable[..., list[Any]]
-    joined: Callable[[Iterable[Any], Iterable[Any]], Any]
+    rows: tuple[int, ...]
+    joined: Callable[..., Any]
 
 
 def split(function: Callable[..., Any], *arguments: Any) -> Split:
@@ -133,8 +138,20 @@ def split(function: Callable[..., Any], *arguments: Any) -> Split:
 
     # The two parts.
     numbers, gathered = [eqn.invars[0] for eqn in requests], [eqn.outvars[0] for eqn in requests]
-    is_late = [not isinstance(one, Literal) and one in unknown for one in outvars]
-    known = [one for one, its_late in zip(outvars, is_late, strict=True) if not its_late]
+    place_of = {
+        one: place
+        for place, one in enumerate(gathered)
+        if one.aval.size * one.aval.dtype.itemsize >= LARGE
+    }
+    kinds = [
+        "known" if isinstance(one, Literal) or one not in unknown
+        else "row" if one in place_of else "made"
+        for one in outvars
+    ]  # fmt: skip
+    known, rows, made = (
+        [one for one, its_kind in zip(outvars, kinds, strict=True) if its_kind == kind]
+        for kind in ("known", "row", "made")
+    )
     used = dict.fromkeys(one for eqn in late for one in _variables(eqn.invars))
     needed = [one for one in used if one not in unknown]
     results = [*numbers, *needed, *known, *others]
@@ -143,7 +160,6 @@ def split(function: Callable[..., Any], *arguments: Any) -> Split:
         _part(jaxpr, jaxpr.constvars, jaxpr.invars, _needed(early, _variables(results)), results),
         closed.consts,
     )
-    made = [one for one, its_late in zip(outvars, is_late, strict=True) if its_late]
     ends = [*itertools.accumulate(map(len, (numbers, needed, known)))]
 
     def of_arguments(*arguments: Any) -> tuple[list[Any], list[Any], list[Any], Any]:
@@ -151,16 +167,17 @@ def split(function: Callable[..., Any], *arguments: Any) -> Split:
         parts = [found[start:end] for start, end in itertools.pairwise((0, *ends))]
         return *map(list, parts), jax.tree.unflatten(other, found[ends[-1] :])  # type: ignore
 
-    def joined(late: Iterable[Any], known: Iterable[Any]) -> Any:
-        late, known = iter(late), iter(known)
-        return jax.tree.unflatten(structure, [next(late if one else known) for one in is_late])
+    def joined(made: Iterable[Any], known: Iterable[Any], rows: Iterable[Any]) -> Any:
+        left = {"made": iter(made), "known": iter(known), "row": iter(rows)}
+        return jax.tree.unflatten(structure, [next(left[kind]) for kind in kinds])
 
     second = ClosedJaxpr(_part(jaxpr, [], [*gathered, *needed], late, made), [])
     asked = tuple(
         Request(eqn.params["name"], eqn.invars[0].aval.shape, eqn.invars[0].aval.size)
         for eqn in requests
     )
-    return Split(asked, of_arguments, jaxpr_as_fun(second), joined)
+    places = tuple(place_of[one] for one in rows)
+    return Split(asked, of_arguments, jaxpr_as_fun(second), places, joined)
 
 
 jax.tree_util.register_static(Split)
