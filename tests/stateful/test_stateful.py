@@ -345,6 +345,15 @@ def test_what_does_not_fit_is_refused_at_once_and_nothing_that_waits_is_lost():
             replay.add(**{name: leaf for name, leaf in given.items() if leaf is not None})
     check_same(replay, make(steps=4))
 
+    sizes = {"capacity": 8, "num_envs": 2, "batch_size": 2, "allow_mask": True}
+    buffer = jr.items(**sizes, sampler=jr.Prioritized())
+    replay = jr.Replay(buffer, example=np.float32(0))
+    for shape in ((1,), (3,), (2, 1)):
+        for name, array in (("mask", np.ones(shape, bool)), ("priority", np.ones(shape))):
+            with refused(f"add:[\\s\\S]*{name}: got .*, expected "):
+                replay.add(np.zeros(2, np.float32), **{name: array})
+    assert len(replay) == 0
+
 
 def test_a_number_is_held_as_it_is_or_refused():
     """A float leaf holds every integer up to its precision, and only some beyond."""
