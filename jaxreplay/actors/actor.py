@@ -15,7 +15,7 @@ import numpy as np
 from jaxreplay._util import checks
 from jaxreplay._util.aliases import Autoreset, PyTree
 from jaxreplay._util.names import kind_of
-from jaxreplay.actors.block import Block, News
+from jaxreplay.actors.block import ActorBlock, News
 from jaxreplay.actors.outbox import Outbox, StoppedError
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.host import arrays
@@ -398,12 +398,12 @@ def views(memory: Any, told: bytes, setup: Setup) -> Any:
     return jax.tree.unflatten(structure, arrays)
 
 
-def heard(setup: Setup, index: int, incarnation: int, kind: str, *of: Any) -> Block | News:
+def heard(setup: Setup, index: int, incarnation: int, kind: str, *of: Any) -> ActorBlock | News:
     """Return an answer of an outbox, or "ready", as the learner's thread takes it."""
     if kind == "block":
         number, (told, length, *figures), memory = of
         steps = jax.tree.map(lambda leaf: leaf[:length], views(memory, told, setup))
-        return Block(index, (incarnation, number), steps, *figures)
+        return ActorBlock(index, (incarnation, number), steps, *figures)
     if kind == "end":
         return News(index, incarnation, "lost" if of[0] else "done", of[0])
     return News(index, incarnation, kind, number=of[0] if of else 0)

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxreplay._util import checks
 from jaxreplay.actors.actor import Actor, Setup
-from jaxreplay.actors.block import IN_FLIGHT, Block, Inbox, Line, News, in_turn, joined
+from jaxreplay.actors.block import IN_FLIGHT, ActorBlock, Inbox, Line, News, in_turn, joined
 from jaxreplay.actors.processes import local
 
 _TICK = 0.1  # seconds between looks whether the actors are stopped
@@ -44,7 +44,7 @@ class Engine(Protocol):
         """Ask an actor for a block, as `Ask` has it."""
         ...
 
-    def answers(self, seconds: float) -> list[Block | News]:
+    def answers(self, seconds: float) -> list[ActorBlock | News]:
         """Return what has arrived, of each actor in order; wait for some as long."""
         ...
 
@@ -79,7 +79,7 @@ class Offer:
       note: Called right after they were added.
     """
 
-    blocks: Sequence[Block]
+    blocks: Sequence[ActorBlock]
     steps: Any
     envs: np.ndarray
     resets: np.ndarray
@@ -338,10 +338,10 @@ class Actors:
             self.error = error
             self._host.changed()
 
-    def _hear(self, one: Block | News) -> None:
+    def _hear(self, one: ActorBlock | News) -> None:
         line = self._inbox.lines[one.actor]
         line.since = time.monotonic()
-        if isinstance(one, Block):
+        if isinstance(one, ActorBlock):
             self._inbox.receive(one)
         elif one.incarnation != line.incarnation:  # it was given up
             return
@@ -404,7 +404,7 @@ class Actors:
         offer.steps = step, offer.mask_after(self._gap), priority
         return ends.reshape(-1)
 
-    def _note(self, blocks: Sequence[Block]) -> None:
+    def _note(self, blocks: Sequence[ActorBlock]) -> None:
         """Note that blocks were added, before another call sees their rows."""
         now, offer = time.monotonic(), self._joined
         assert offer is not None

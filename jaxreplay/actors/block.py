@@ -22,7 +22,7 @@ Place = tuple[int, int]  # incarnation, number of a block
 
 
 @dataclasses.dataclass
-class Block:
+class ActorBlock:
     """Steps that one actor took.
 
     Attributes:
@@ -103,7 +103,7 @@ class Line:
     is_done: bool = False
     asked: int = 0
     heard: int = 0
-    waiting: collections.deque[Block] = dataclasses.field(default_factory=collections.deque)
+    waiting: collections.deque[ActorBlock] = dataclasses.field(default_factory=collections.deque)
     told: int = -1
     bases: tuple[float, ...] = ()
     began: float = 0.0
@@ -160,7 +160,7 @@ class Inbox:
         line.asked += 1
         return line.asked - 1, line.added
 
-    def receive(self, block: Block) -> None:
+    def receive(self, block: ActorBlock) -> None:
         """Keep a block."""
         self.skip(block.actor, block.place[1])
         line = self.lines[block.actor]
@@ -177,7 +177,7 @@ class Inbox:
         """Ask an actor no more: it has ended. What it had sent is still added."""
         self.lines[actor].is_alive = False
 
-    def next_of(self, actor: int) -> Block | None:
+    def next_of(self, actor: int) -> ActorBlock | None:
         """Return the block of an actor that is to be added next, or None if it has not arrived.
         Drop those that loaded rows have."""
         line = self.lines[actor]
@@ -186,18 +186,18 @@ class Inbox:
             self.num_dropped += 1
         return line.waiting[0] if line.waiting else None
 
-    def is_cut(self, block: Block) -> bool:
+    def is_cut(self, block: ActorBlock) -> bool:
         """Return whether the steps of a block do not follow those that were added last."""
         return block.place != self.added[block.actor]
 
-    def next_blocks(self) -> list[Block]:
+    def next_blocks(self) -> list[ActorBlock]:
         """Return blocks that can be added by one call: one of an actor, of one form. The actors
         take turns."""
         order = map(self.next_of, in_turn(range(len(self.added)), self._turn))
         found = [block for block in order if block is not None]
         return [block for block in found if _form(block) == _form(found[0])]
 
-    def note(self, blocks: Sequence[Block]) -> None:
+    def note(self, blocks: Sequence[ActorBlock]) -> None:
         """Note that blocks were added."""
         for block in blocks:
             self.lines[block.actor].waiting.popleft()
@@ -237,12 +237,12 @@ def places_of(saved: Any) -> dict[str, dict[str, Any]]:
         return {}
 
 
-def _form(block: Block) -> Any:
+def _form(block: ActorBlock) -> Any:
     leaves, structure = jax.tree.flatten(block.steps)
     return structure, block.members, [(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
-def joined(blocks: Sequence[Block], num_envs: int) -> tuple[PyTree, np.ndarray, np.ndarray]:
+def joined(blocks: Sequence[ActorBlock], num_envs: int) -> tuple[PyTree, np.ndarray, np.ndarray]:
     """Return blocks of one form as one: new arrays [T, E, ...], the numbers of its envs, and which
     of them reset. It is padded to a power of two of blocks, so that few programs are compiled.
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxreplay.actors.actor import Setup, heard, run
-from jaxreplay.actors.block import IN_FLIGHT, Block, News, arrived
+from jaxreplay.actors.block import IN_FLIGHT, ActorBlock, News, arrived
 from jaxreplay.actors.outbox import Ask, Outbox
 
 _NAMESPACE = "jaxreplay"
@@ -155,7 +155,7 @@ class Cluster:
                 index, self._of[index].worker.answer, Ask(self._learner, number, added, params)
             )
 
-    def answers(self, seconds: float) -> list[Block | News]:
+    def answers(self, seconds: float) -> list[ActorBlock | News]:
         """Return what has arrived, of each actor in the order of the requests; wait for some as
         long."""
         found = []
@@ -165,7 +165,7 @@ class Cluster:
                 found.append(self._heard(index, handle, handle.pending.popleft()))
         return found
 
-    def _heard(self, index: int, handle: _Handle, future: Any) -> Block | News:
+    def _heard(self, index: int, handle: _Handle, future: Any) -> ActorBlock | News:
         from ray.exceptions import RayError
 
         try:

@@ -20,13 +20,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxreplay.actors.actor import Actor, Setup, heard, run
-from jaxreplay.actors.block import IN_FLIGHT, Block, News
+from jaxreplay.actors.block import IN_FLIGHT, ActorBlock, News
 from jaxreplay.actors.outbox import Ask, Outbox, StoppedError
 
 _PATIENCE = 10.0  # seconds for an actor to return once the learner is gone
 
 
-class Memory:
+class SharedMemory:
     """Memory without a name, which other processes map once its file was sent to them. It takes no
     room of `/dev/shm`, and is gone with the last process.
 
@@ -130,7 +130,7 @@ def _main(
         run(act, index, incarnation, setup, learner.outbox, learner.memory)
 
 
-def local(environment: Mapping[str, str] | None = None) -> Callable[..., "Processes"]:
+def local(environment: Mapping[str, str] | None = None) -> Callable[..., "WorkerProcesses"]:
     """Return where actors run: in processes of this machine.
 
     They are spawned, so `act` is a function at the top level of a module, and the learner's script
@@ -141,7 +141,7 @@ def local(environment: Mapping[str, str] | None = None) -> Callable[..., "Proces
         that they leave accelerators to the learner.
     """
     given = {"JAX_PLATFORMS": "cpu"} if environment is None else environment
-    return functools.partial(Processes, environment=given)
+    return functools.partial(WorkerProcesses, environment=given)
 
 
 @dataclasses.dataclass
@@ -156,7 +156,7 @@ class _Process:
     end: str | None = None  # why it ended, if it has told
 
 
-class Processes:
+class WorkerProcesses:
     """Actors in processes of this machine, which end when the learner does.
 
     Args:
@@ -213,9 +213,9 @@ class Processes:
                 if params is not None:
                     params[1].send(pipe)
 
-    def answers(self, seconds: float) -> list[Block | News]:
+    def answers(self, seconds: float) -> list[ActorBlock | News]:
         """Return what has arrived; wait for some as long."""
-        found: list[Block | News] = []
+        found: list[ActorBlock | News] = []
         for process in [one for one in self._ended if not one.is_alive()]:
             process.close()
             self._ended.remove(process)
@@ -233,12 +233,12 @@ class Processes:
                 found += self._heard(index, *answer)
         return found
 
-    def _heard(self, index: int, kind: str, *of: Any) -> list[Block | News]:
+    def _heard(self, index: int, kind: str, *of: Any) -> list[ActorBlock | News]:
         pipe, process = self._of[index]
         process.has_begun = True
         if kind == "memory" and process.size != of[0]:
             process.size = of[0]
-            process.memory = Memory(process.size * IN_FLIGHT)
+            process.memory = SharedMemory(process.size * IN_FLIGHT)
             with contextlib.suppress(OSError):  # `answers` notices
                 pipe.send(process.size)
                 process.memory.send(pipe)
@@ -282,9 +282,9 @@ class Processes:
         self._ended.append(process.process)
         return process
 
-    def share(self, data: bytes) -> Memory:
+    def share(self, data: bytes) -> SharedMemory:
         """Put parameters in memory, which goes with the next request of each actor."""
-        memory = Memory(len(data))
+        memory = SharedMemory(len(data))
         memory.map[: len(data)] = data
         return memory
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxreplay.actors.actor import Actor, Setup, heard, run
-from jaxreplay.actors.block import Block, News, arrived
+from jaxreplay.actors.block import ActorBlock, News, arrived
 from jaxreplay.actors.outbox import Ask, Outbox
 
 
@@ -50,7 +50,7 @@ class Threads:
         """Ask an actor for a block."""
         self._of[index][0].hear(Ask("", number, added, params))
 
-    def answers(self, seconds: float) -> list[Block | News]:
+    def answers(self, seconds: float) -> list[ActorBlock | News]:
         """Return what has arrived; wait for some as long."""
         found = filter(None, arrived(self._answers, seconds))
         return [heard(self._setup, *of) for outbox, *of in found if not outbox.is_stopped]

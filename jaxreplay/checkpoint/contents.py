@@ -17,7 +17,7 @@ from jaxreplay.checkpoint.manifest import Manifest, Member
 from jaxreplay.checkpoint.planning import in_member
 from jaxreplay.checkpoint.restoring import Rest
 from jaxreplay.checkpoint.store import store_at
-from jaxreplay.inspection.contents import COUNTERS, Contents, Rows, numbers_in_order
+from jaxreplay.inspection.contents import COUNTERS, Contents, StoredRows, numbers_in_order
 from jaxreplay.storage import ring, stored_arrays
 from jaxreplay.types import Step
 
@@ -79,7 +79,7 @@ def example_of(member: Member) -> PyTree:
     return Step(**{**steps, **flags, "final_obs": final_obs})
 
 
-def _rows_of(store: Files, member: Member) -> Rows:
+def _rows_of(store: Files, member: Member) -> StoredRows:
     """Return the rows of a buffer in a checkpoint.
 
     Raises:
@@ -117,7 +117,7 @@ def _rows_of(store: Files, member: Member) -> Rows:
             found[name] = values if is_plain else stored_arrays.decode_on_host(values, leaf.dtype)
         return found
 
-    return Rows(first, end, specs, read, member.layout.autoreset or None)
+    return StoredRows(first, end, specs, read, member.layout.autoreset or None)
 
 
 def contents_of(store: Files, manifest: Manifest, name: str, max_bytes: int) -> Contents:

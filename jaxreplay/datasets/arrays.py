@@ -17,7 +17,7 @@ from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.datasets.episodes import (
     BLOCK_BYTES,
     Deal,
-    Rows,
+    SourceRows,
     cut,
     episode_parts,
     fill,
@@ -164,7 +164,7 @@ def _parts(
     names: Mapping[str, PyTree] | None,
     final_rows: bool,
     counts: bool = False,
-) -> Iterator[tuple[str, Iterable[Rows]]]:
+) -> Iterator[tuple[str, Iterable[SourceRows]]]:
     """Yield the name of each part of a source, and its rows.
 
     Args:
@@ -184,7 +184,7 @@ def _parts(
         path = getattr(getattr(group, "file", group), "filename", None)  # of a group in h5py, too
         return ": ".join(filter(None, (called, path, *part)))
 
-    def rows(where: str, group: Any, is_episode: bool = False) -> Iterator[Rows]:
+    def rows(where: str, group: Any, is_episode: bool = False) -> Iterator[SourceRows]:
         fields = _fields(where, group, names, is_episode)
         return _blocks(where, fields, final_rows, counts, is_episode)
 
@@ -336,7 +336,7 @@ def _first(where: str, group: Any, names: Mapping[str, Any], field: str) -> PyTr
 
 def _blocks(
     where: str, fields: dict[str, PyTree], final_rows: bool, counts: bool, is_episode: bool
-) -> Iterator[Rows]:
+) -> Iterator[SourceRows]:
     """Yield the rows of some arrays, a block at a time.
 
     Args:
@@ -381,7 +381,7 @@ def _blocks(
         if ends is not None:
             read["part"] = np.searchsorted(ends, np.arange(start, stop), side="right")
         read["reward"] = jax.tree.map(_narrow, read["reward"])
-        yield Rows(**read, terminated=terminated, truncated=truncated)
+        yield SourceRows(**read, terminated=terminated, truncated=truncated)
 
 
 def _check_alike(

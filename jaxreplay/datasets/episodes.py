@@ -53,7 +53,7 @@ class Episode(NamedTuple):
     extras: PyTree = None
 
 
-class Rows(NamedTuple):
+class SourceRows(NamedTuple):
     """Consecutive rows of a source, K steps.
 
     Attributes:
@@ -126,7 +126,7 @@ def from_episodes(
     return fill("from_episodes", parts, buffer, example, into=into, progress=progress, total=total)
 
 
-def episode_parts(where: str, episodes: Iterable[Any]) -> Iterator[tuple[str, list[Rows]]]:
+def episode_parts(where: str, episodes: Iterable[Any]) -> Iterator[tuple[str, list[SourceRows]]]:
     """Yield the name of each episode, and its rows."""
     for episode in episodes:
         if len(episode.terminations):
@@ -135,7 +135,7 @@ def episode_parts(where: str, episodes: Iterable[Any]) -> Iterator[tuple[str, li
 
 def fill(
     where: str,
-    parts: Iterable[tuple[str, Iterable[Rows]]],
+    parts: Iterable[tuple[str, Iterable[SourceRows]]],
     buffer: Any,
     example: PyTree,
     *,
@@ -182,7 +182,7 @@ def fill(
 
 def blocks(
     where: str,
-    parts: Iterable[tuple[str, Iterable[Rows]]],
+    parts: Iterable[tuple[str, Iterable[SourceRows]]],
     buffer: ReplayBuffer,
     example: PyTree,
     final_rows: bool = False,
@@ -292,7 +292,7 @@ def _check_buffer(where: str, buffer: Any) -> None:
         raise ValueError(f"{where}: an episode has one flag for all agents; leave out num_agents")
 
 
-def rows_of(where: str, episode: Any) -> Rows:
+def rows_of(where: str, episode: Any) -> SourceRows:
     """Return the rows of an episode."""
     length = len(episode.terminations)
     expected = {"observations": length + 1, "actions": length, "rewards": length, "extras": length}
@@ -314,7 +314,7 @@ def rows_of(where: str, episode: Any) -> Rows:
                     f"{'flags, 0 or 1' if is_flag else 'numbers or arrays'}, got "
                     f"{leaf.dtype}{list(leaf.shape)}"
                 )
-    return Rows(
+    return SourceRows(
         at(found["observations"], slice(-1)),
         found["actions"],
         found["rewards"],
@@ -332,7 +332,7 @@ def native(values: Any) -> np.ndarray:
 
 
 def steps_of(
-    blocks: Iterable[Rows], form: str | None, final_rows: bool = False
+    blocks: Iterable[SourceRows], form: str | None, final_rows: bool = False
 ) -> Iterator[tuple[Step, np.ndarray]]:
     """Yield steps [K, ...] of rows that follow each other, and bool[K], the last of each episode.
 
@@ -379,7 +379,7 @@ def with_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
         yield item, following is None
 
 
-def _ends(rows: Rows) -> np.ndarray:
+def _ends(rows: SourceRows) -> np.ndarray:
     ends = rows.terminated | rows.truncated
     if rows.part is not None:
         ends[:-1] |= rows.part[1:] != rows.part[:-1]
@@ -396,7 +396,7 @@ def _ends(rows: Rows) -> np.ndarray:
 
 
 def _steps(
-    rows: Rows,
+    rows: SourceRows,
     num: int,
     form: str | None,
     ends: np.ndarray,

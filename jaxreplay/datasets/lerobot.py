@@ -17,7 +17,7 @@ _FLAGS = "terminals", "timeouts"
 _QUANTIZED = "video.depth_min", "video.depth_max", "video.shift", "video.use_log"
 
 
-class Episodes(File):
+class LeRobotEpisodes(File):
     """Episodes of a LeRobot dataset, by index as text: a mapping of arrays each.
 
     Attributes:
@@ -30,7 +30,7 @@ class Episodes(File):
     total_steps: int
 
 
-def open_lerobot(root: Any, episodes: Iterable[int] | None = None) -> Episodes:
+def open_lerobot(root: Any, episodes: Iterable[int] | None = None) -> LeRobotEpisodes:
     """Return the episodes of a LeRobot dataset of version 2 or 3, for `from_arrays`.
 
     Each has its columns by name, and the usual fields: "observations" is a dict of the columns
@@ -72,7 +72,7 @@ def open_lerobot(root: Any, episodes: Iterable[int] | None = None) -> Episodes:
         raise ValueError(f"open_lerobot: {root}: there is no {error}") from error
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"open_lerobot: {root} is no dataset: {error}") from error
-    found = Episodes(root, map(str, chosen), lambda index: dataset.episode(int(index)))
+    found = LeRobotEpisodes(root, map(str, chosen), lambda index: dataset.episode(int(index)))
     found.tasks, found.total_steps = dataset.tasks, sum(lengths)
     return found
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxreplay.inspection.contents import contents_of
 from jaxreplay.inspection.inspection import Inspection as Inspection, inspection_of
-from jaxreplay.inspection.plan import Plan as Plan
+from jaxreplay.inspection.plan import MemoryPlan as MemoryPlan
 
 
 def inspect(buffer: Any, state: Any = None, *, max_bytes: int = 2**28) -> Inspection:

@@ -52,7 +52,7 @@ class Contents:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class StoredRows:
     """The R stored rows of E streams in order, stream after stream, the oldest of each first."""
 
     first: np.ndarray  # int64[E], as in `Contents`
@@ -171,7 +171,7 @@ def resets_of(state: ReplayState) -> Resets | None:
     return stored.resets(_read(state.rows.flags, rows))
 
 
-def _rows_of(state: ReplayState, most: int = 2**31) -> tuple[Rows, np.ndarray]:
+def _rows_of(state: ReplayState, most: int = 2**31) -> tuple[StoredRows, np.ndarray]:
     """Return the newest `most` rows of each stream, and their places in the stored leaves:
     int32[R]."""
     first, end = _span(state)
@@ -185,7 +185,7 @@ def _rows_of(state: ReplayState, most: int = 2**31) -> tuple[Rows, np.ndarray]:
         name: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for name, leaf in leaves.items()
     }
     read = lambda wanted: {name: _read(leaves[name], rows[at]) for name, at in wanted.items()}
-    return Rows(first, end, specs, read, state.layout.autoreset), rows
+    return StoredRows(first, end, specs, read, state.layout.autoreset), rows
 
 
 def _span(state: ReplayState) -> tuple[np.ndarray, np.ndarray]:

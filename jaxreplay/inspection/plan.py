@@ -18,7 +18,7 @@ _MOST_ROWS = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """Memory of a buffer, compared with the free memory of the machine. `str()` gives a table.
 
     Attributes:
@@ -76,7 +76,7 @@ class Plan:
         return "\n".join([*lines, fits[self.fits]])
 
 
-def plan(buffer: ReplayBuffer | Sharded | Tiered, example: PyTree, devices: int = 1) -> Plan:
+def plan(buffer: ReplayBuffer | Sharded | Tiered, example: PyTree, devices: int = 1) -> MemoryPlan:
     """Compute the memory that a buffer will take, and whether it fits. Nothing is allocated.
 
     Args:
@@ -118,7 +118,7 @@ def plan(buffer: ReplayBuffer | Sharded | Tiered, example: PyTree, devices: int 
 
 def _plan(
     buffer: ReplayBuffer, example: PyTree, num_devices: int, tier: Tiered | None = None
-) -> Plan:
+) -> MemoryPlan:
     """Return the plan of one of several devices, each of which holds a buffer; or, with `tier`, the
     index of one."""
     whole, free = buffer.memory(example), memory.free_bytes()
@@ -139,7 +139,7 @@ def _plan(
         has_room = place["free_place"] is None or its_whole - index <= place["free_place"]
         return index <= free and has_room
 
-    return Plan(
+    return MemoryPlan(
         memory=taken,
         naive=whole.total + (sum(obs) if buffer.autoreset else 0),
         free_host=memory.free_host_bytes(),

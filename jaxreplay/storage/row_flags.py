@@ -26,7 +26,7 @@ TERMINATED, TRUNCATED, FINAL, FIRST, SKIPPED = 1, 2, 4, 8, 16
 NO_STEP = FIRST | FINAL
 
 
-class Rows(NamedTuple):
+class BlockRows(NamedTuple):
     """Rows that a block of T steps of E envs writes, in the order of time. K is T, or 2 T if a step
     may write its final row, too."""
 
@@ -40,7 +40,7 @@ def rows_of(
     truncated: jax.Array,
     mask: jax.Array,
     last_flags: jax.Array,
-) -> Rows:
+) -> BlockRows:
     """Return the rows that each step of a block writes.
 
     Args:
@@ -62,7 +62,7 @@ def rows_of(
         bits = jnp.where(truncated & ~terminated, bits | FINAL, bits)
     closes = closes_episode(bits, form)
     first = before(closes, mask, closes_episode(last_flags, form))
-    return Rows(bits + FIRST * first.astype(jnp.uint8), mask)
+    return BlockRows(bits + FIRST * first.astype(jnp.uint8), mask)
 
 
 def has_no_action(flags: jax.Array) -> jax.Array:

@@ -23,7 +23,7 @@ import pytest
 import jaxreplay as jr
 from jaxreplay.actors.actor import Setup, heard
 from jaxreplay.actors.actors import Offer
-from jaxreplay.actors.block import Block, Line, News, joined
+from jaxreplay.actors.block import ActorBlock, Line, News, joined
 from jaxreplay.actors.outbox import Ask, Outbox
 from jaxreplay.actors.threads import Threads
 from jaxreplay.stateful.actor_host import ActorHost
@@ -319,7 +319,7 @@ def test_an_actor_that_hangs_does_not_hold_up_the_others(monkeypatch, max_stalen
             if index == 0:
                 sent.append(number)
                 steps = np.zeros((8, 1)), np.ones((8, 1), bool), None
-                self.found.append(Block(0, (0, number), steps))
+                self.found.append(ActorBlock(0, (0, number), steps))
 
         def end(self, index):
             self.num_ended += index
@@ -715,7 +715,7 @@ def block(number, mask, resets=False):
     mask = np.array(mask, bool)
     steps = jax.tree.map(lambda leaf: np.zeros((*mask.shape, *leaf.shape), leaf.dtype), EXAMPLE)
     steps.obs[:] = 10 * number + np.arange(2)[:, None, None]
-    return Block(0, (0, number), (steps, mask, None), resets=np.array(resets))
+    return ActorBlock(0, (0, number), (steps, mask, None), resets=np.array(resets))
 
 
 @pytest.mark.no_xla

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from jaxreplay.actors.block import Block, Inbox, joined, places_of
+from jaxreplay.actors.block import ActorBlock, Inbox, joined, places_of
 
 pytestmark = pytest.mark.no_xla
 
 
 def block(actor, incarnation, number, length=2):
     values = np.full((length, 3), 100 * incarnation + number)
-    return Block(actor, (incarnation, number), (values, None, None))
+    return ActorBlock(actor, (incarnation, number), (values, None, None))
 
 
 def add(inbox):
@@ -89,7 +89,7 @@ def test_blocks_of_other_dtypes_or_shapes_are_not_joined():
     for other in (np.zeros((2, 3), np.float32), np.zeros((2, 3, 1), np.int64)):
         inbox = Inbox(2)
         inbox.receive(block(0, 0, 0))
-        inbox.receive(Block(1, (0, 0), (other, None, None)))
+        inbox.receive(ActorBlock(1, (0, 0), (other, None, None)))
         assert [one.actor for one in inbox.next_blocks()] == [0]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from jaxreplay.actors.block import IN_FLIGHT, Block, Inbox
+from jaxreplay.actors.block import IN_FLIGHT, ActorBlock, Inbox
 from jaxreplay.actors.outbox import Ask, Outbox, StoppedError
 
 pytestmark = pytest.mark.no_xla
@@ -165,7 +165,7 @@ class System:
         if kind == "block":
             number, incarnation, its = of
             assert number == its
-            self.inbox.receive(Block(actor, (incarnation, number), np.zeros((1, 1))))
+            self.inbox.receive(ActorBlock(actor, (incarnation, number), np.zeros((1, 1))))
         elif kind == "gap":
             self.inbox.skip(actor, *of)
         else:
