@@ -443,14 +443,8 @@ class Replay:
                         "sample: with prefetch every batch has the buffer's "
                         f"{self.buffer.batch_size} items, not {batch_size}"
                     )
-
-                def has_batch() -> bool:
-                    nonlocal batch
-                    draw = self._next if consume else self._look
-                    batch = draw(batch_size, options)
-                    return batch is not None
-
-                self._wait("sample", has_batch, timeout, self._why_no_sample)
+                draw = functools.partial(self._next if consume else self._look, batch_size, options)
+                batch = self._wait("sample", draw, timeout, self._why_no_sample)
                 while consume and len(self._drawn) < self._prefetch:
                     if (ahead := self._draw(None, options)) is None:
                         break
@@ -921,15 +915,15 @@ class Replay:
         batch = self._owner.draw(size, options, consume)
         return None if batch is None else self._owner.taken_out(batch)
 
-    def _wait(self, where: str, is_ready: Any, timeout: float | None, why: Any) -> None:
-        """Wait until `is_ready()`, with the lock released; after `timeout`, raise a TimeoutError
-        with the text `why()`."""
+    def _wait(self, where: str, get: Any, timeout: float | None, why: Any) -> Any:
+        """Return what `get()` returns, once that is true, with the lock released meanwhile. After
+        `timeout`, raise a TimeoutError with the text `why()`."""
         seconds, end = self._seconds(where, timeout), None
         while True:
             self._check_open()
             self._owner.check_not_lost()  # it may be lost meanwhile
-            if is_ready():
-                return
+            if found := get():
+                return found
             if where == "sample" and self._actors and all(a.is_done for a in self._actors.values()):
                 raise _NoMoreError(f"all actors are done: {why()}")
             self._is_hungry |= where == "sample"
