@@ -236,7 +236,11 @@ def check_leaves(where: str, got: Any, expected: Specs, hint: str) -> None:
         jax.tree.flatten(got),
         jax.tree.flatten(expected),
     )
-    if structure == expected_structure and all(map(_is_alike, found, wanted)):
+    if structure == expected_structure and all(
+        isinstance(leaf, jax.Array)
+        and (leaf.shape, leaf.dtype) == (getattr(spec, "shape", None), getattr(spec, "dtype", None))
+        for leaf, spec in zip(found, wanted, strict=True)
+    ):  # fast, as it builds no name
         return
     got_leaves, expected_leaves = (
         dict(named(specs(where, got))),
@@ -271,15 +275,6 @@ def check_shapes(where: str, expected: tuple[int, ...], **arrays: Any) -> None:
             f"{where}: {'; '.join(bad)}, expected {list(expected)}, one value for each step; write "
             "x.squeeze(-1) for a critic's last axis of size 1, and use jax.vmap for further axes"
         )
-
-
-def _is_alike(leaf: Any, spec: Specs) -> bool:
-    """Return True for a JAX array with the shape and dtype of `spec`. Fast, as it builds no
-    name."""
-    return isinstance(leaf, jax.Array) and (leaf.shape, leaf.dtype) == (
-        getattr(spec, "shape", None),
-        getattr(spec, "dtype", None),
-    )
 
 
 def check_storable(where: str, tree: PyTree) -> None:

@@ -469,10 +469,10 @@ def effect_of(after: ReplayState, writes: Writes) -> WriteEffect | None:
     if window.before is None or window.after is None:
         return None
     num_pending = after.counters.num_pending
-
-    def range_of(start, size):
-        position = layout.wrap(start + ring.arange(size)[:, None])
-        return layout.row(envs, jnp.broadcast_to(position, (size, *envs.shape)))
+    position = lambda start, size: layout.wrap(start + ring.arange(size)[:, None])
+    range_of = lambda start, size: layout.row(
+        envs, jnp.broadcast_to(position(start, size), (size, *envs.shape))
+    )
 
     # Rows that were pending before, the oldest first.
     num_rows = writes.num_rows[0] if layout.lockstep else writes.num_rows
