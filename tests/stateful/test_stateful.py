@@ -641,6 +641,18 @@ def test_a_load_that_fails_leaves_the_rows(has_room, saved, monkeypatch):
         replay.add(step(4))
 
 
+def test_another_error_of_a_device_frees_no_rows(saved, monkeypatch):
+    replay, path = saved
+
+    def fails(*_, **__):
+        raise jax.errors.JaxRuntimeError("INTERNAL: the device is gone")
+
+    monkeypatch.setattr(checkpoint.Checkpointer, "restore", fails)
+    with unchanged(replay), refused("the device is gone", jax.errors.JaxRuntimeError):
+        replay.load(path)
+    assert len(replay) == 9
+
+
 def test_a_save_on_top_of_one_writes_what_is_new(tmp_path):
     path = tmp_path / "replay"
     replay, other = (make(capacity=1998, example=EXAMPLE) for _ in range(2))
