@@ -122,10 +122,6 @@ class Owner:
         """Shapes and dtypes of one env's step, or None."""
         raise NotImplementedError
 
-    def keep_waiting(self) -> None:
-        """Add the steps that wait, unless the rows are lost."""
-        raise NotImplementedError
-
     def free(self, when: str) -> None:
         """Drop the rows. `when`: for the error."""
         raise NotImplementedError
@@ -172,7 +168,7 @@ class Owner:
         state = self.state  # adds the steps that wait
         if self.example is None:
             raise ValueError("save: nothing was added yet, so there is nothing to save")
-        checkpointer = self.last_checkpointer.at(path, self.saved, max_to_keep=1, overwrite=True)
+        checkpointer = self.last_checkpointer.at(path, self.saved, overwrite=True)
         checks.check_size("save", "max_to_keep", max_to_keep)
         checkpointer.max_to_keep = max_to_keep
         own = {"num_draws": self.draws.num, "ahead": [len(ahead), self._places], **metadata}
@@ -195,11 +191,10 @@ class Owner:
           The metadata; {} if a `Checkpointer`, not a `Replay`, saved the state. The extras. And the
           batches that were sampled ahead of the save.
         """
-        checkpointer = self.last_checkpointer.at(path, self.saved, max_to_keep=1, overwrite=True)
+        checkpointer = self.last_checkpointer.at(path, self.saved, overwrite=True)
         example = self.example
         if example is None:
             example = self.example_in(path, step)
-        self.keep_waiting()  # a load that fails keeps them
         restore = functools.partial(checkpointer.restore, example, step, extras=extras)
         with self.on_device():
             try:
@@ -325,10 +320,6 @@ class StateOwner(Owner):
     def example(self) -> Any:
         return self._example
 
-    def keep_waiting(self) -> None:
-        if self._lost is None:
-            self.flush()
-
     def shapes(self, example: PyTree) -> tuple[Any, Any]:
         buffer = self.place.whole_buffer
         return buffer, jax.eval_shape(lambda: buffer.init(example))
@@ -338,8 +329,8 @@ class StateOwner(Owner):
         self.place.free()
 
     def close(self) -> None:
-        if self.place.outlasts and not self._is_closed:
-            self.keep_waiting()
+        if self.place.outlasts and not self._is_closed and self._lost is None:
+            self.flush()
         self._is_closed = self.place.outlasts
         self.place.close()
 
@@ -679,10 +670,6 @@ class MixtureOwner(Owner):
     def example(self) -> Any:
         found = {name: owner.example for name, owner in self.members.items()}
         return None if None in found.values() else found
-
-    def keep_waiting(self) -> None:
-        for owner in self._all:
-            owner.keep_waiting()
 
     def shapes(self, example: PyTree) -> tuple[Any, Any]:
         owners = self.members.items()
