@@ -25,6 +25,7 @@ from jaxreplay.checkpoint.files import (
     Files,
     MissingError,
     PathInUseError,
+    new_memory,
 )
 from jaxreplay.checkpoint.manifest import Manifest, checksum_of, manifest_name
 
@@ -58,16 +59,22 @@ class Chain:
 
     def __init__(self, store: Files):
         self._store = store
-        # checksums and manifests of the last `read`, by file name
-        self._known: dict[str, tuple[bytes, Manifest]] = {}
+        # contents' sizes and checksums, and manifests, by file name
+        self._known: dict[str, tuple[int, bytes, Manifest]] = {}
+        self._found: list[Manifest] = []  # of the last `read` or `commit`, newest first
         # files; None if others may have written since they were listed
         self._listed: set[str] | None = None
         self._newest_read = 0  # number of the newest manifest at the last `read`
         self.seen = 0  # number of the newest manifest that this writer continues
         self._asked = ""  # folder of the last checkpoint that the store was asked to commit
 
-    def read(self) -> tuple[list[Manifest], list[str]]:
+    def read(self, again: bool = True) -> tuple[list[Manifest], list[str]]:
         """Read all manifests.
+
+        Args:
+          again: Whether to read those again that were read before, since they may be damaged
+            meanwhile. If not, and the newest one is as it was, the others are not read. Default:
+            True.
 
         Returns:
           The manifests, newest first, one for each step; and a line for each damaged one.
@@ -77,12 +84,16 @@ class Chain:
           ValueError: A manifest has another format.
         """
         names, tries = self._manifests(), 0
+        known = {} if again else dict(self._known)
         while True:
             found: dict[int, Manifest] = {}
             problems, is_gone = [], False
             for name in names:
+                _, _, before = known.get(f"manifests/{name}", (0, b"", None))
                 try:
-                    manifest = self._manifest(f"manifests/{name}")
+                    manifest = before if found and before else self._manifest(f"manifests/{name}")
+                    if manifest is not before:
+                        known = {}
                     found.setdefault(manifest.step, manifest)
                 except CorruptCheckpointError as error:
                     # If it was deleted since it was listed, a newer one has replaced it: list
@@ -99,15 +110,23 @@ class Chain:
                 self._newest_read = max((int(name[:10]) for name in before), default=0)
                 if self._newest_read < self.seen:
                     problems.append(f"{manifest_name(self.seen)}, written or read here, is gone")
-                return list(found.values()), problems
+                self._found = list(found.values())
+                return self._found, problems
 
     def _manifest(self, name: str) -> Manifest:
-        """Read a manifest's file each time, since it may be damaged meanwhile; parse it once."""
+        """Read a manifest's file each time; parse it once."""
+        if name in self._known:
+            size, checksum, manifest = self._known[name]
+            with contextlib.suppress(CorruptCheckpointError):
+                content = self._store.read(name, size, new_memory, True).tobytes()
+                if checksum_of(name, content) == checksum:
+                    return manifest
         content = self._store.read(name, MOST_BYTES).tobytes()
-        checksum, (known, manifest) = checksum_of(name, content), self._known.get(name, (b"", None))
-        if manifest is None or checksum != known:
-            manifest = Manifest.from_bytes(name, content)
-            self._known[name] = checksum, manifest
+        return self._parsed(name, content)
+
+    def _parsed(self, name: str, content: bytes) -> Manifest:
+        manifest = Manifest.from_bytes(name, content)
+        self._known[name] = len(content), checksum_of(name, content), manifest
         return manifest
 
     def _manifests(self) -> list[str]:
@@ -119,14 +138,20 @@ class Chain:
         """Take the newest manifest of the last `read` for one that the next save continues."""
         self.seen = self._newest_read
 
-    def enter(self) -> str:
-        """Begin a save, after a `read`. Return the name of the new checkpoint's folder.
+    def enter(self, overwrite: bool) -> tuple[str, list[Manifest]]:
+        """Begin a save. Return the name of the new checkpoint's folder, and the manifests.
+
+        Args:
+          overwrite: Whether another writer's checkpoints may be replaced.
 
         Raises:
           PathInUseError: Another writer has written the newest checkpoint.
         """
+        found, _ = self.read(False)
+        if overwrite:
+            self.follow()
         self._check_newest(self._newest_read, self.seen)
-        return f"{self._newest_read + 1:010}-{secrets.token_hex(4)}"
+        return f"{self._newest_read + 1:010}-{secrets.token_hex(4)}", found
 
     def commit(self, manifest: Manifest) -> None:
         """Create a manifest, which makes its checkpoint visible, and read it back.
@@ -145,10 +170,9 @@ class Chain:
                 f"save: the manifest would have {len(content):,} bytes, more than the limit of "
                 f"{MOST_BYTES:,} bytes"
             )
-        self._known[name] = checksum_of(name, content), Manifest.from_bytes(name, content)
-        self.check_newest(manifest.number - 1)
+        self._parsed(name, content)
         if missing := self._store.missing(manifest.file_names() - {name}):
-            self.check_newest(manifest.number - 1)  # one that was faster since may have deleted it
+            self.check_newest(manifest.number - 1)  # one that was faster may have deleted it
             raise OSError(
                 errno.ENOENT,
                 f"{missing[0]} is missing: {self._store.name} was deleted, or replaced, while it "
@@ -156,14 +180,22 @@ class Chain:
             )
         self._asked = manifest.folder
         is_created = self._store.create(name, content)
-        found = b""
+        found, most = b"", len(content) if is_created else MOST_BYTES
         with contextlib.suppress(MissingError):  # others may have deleted it since
-            found = self._store.read(name, MOST_BYTES).tobytes()
+            found = self._store.read(name, most, new_memory, is_created).tobytes()
         if is_created and found not in (b"", content):
             raise CorruptCheckpointError(f"{name} is not as it was written")
         # The answer to a request may be lost: it is this writer's, if its content is.
-        self.check_newest(manifest.number if found == content else manifest.number - 1)
+        is_own = found == content
+        try:
+            self.check_newest(manifest.number if is_own else manifest.number - 1)
+        except PathInUseError:
+            if is_own:  # the number of a checkpoint that the other one has deleted
+                self._store.delete(name)
+                self._asked = ""
+            raise
         self.seen = manifest.number
+        self._found = [manifest, *(one for one in self._found if one.step != manifest.step)]
 
     def check_newest(self, number: int) -> None:
         """Raise a PathInUseError if there is a manifest of a higher number: another writer's."""
@@ -193,7 +225,7 @@ class Chain:
     def collect(
         self, keep: int | Callable[[], Collection[int]], base: Manifest | None = None
     ) -> None:
-        """Delete older checkpoints, and files that incomplete saves have left.
+        """Delete older checkpoints, and files that incomplete saves have left, after a `read`.
 
         A file that cannot be deleted now stays until the next call, with a warning.
 
@@ -209,9 +241,9 @@ class Chain:
                 f"{kind}/{name}" for kind in _KINDS for name in self._store.entries(kind)
             }
         steps = keep() if callable(keep) else ()
-        kept = self.read()[0]
         newest = 1 if callable(keep) else keep
-        kept = [*kept[:newest], *(one for one in kept[newest:] if one.step in steps)]
+        kept = self._found[:newest]
+        kept += [one for one in self._found[newest:] if one.step in steps]
         kept += [] if base is None else [base]
         newest = max((manifest.number for manifest in kept), default=0)
         named = {name for manifest in kept for name in manifest.file_names()}
@@ -223,7 +255,7 @@ class Chain:
                     self._listed.discard(name)
                 except (OSError, ValueError, RuntimeError) as error:
                     if name in self._known:  # a manifest that stays needs the files it names
-                        named |= self._known[name][1].file_names()
+                        named |= self._known[name][-1].file_names()
                     warnings.warn(
                         f"{name} is no longer needed, but cannot be deleted: {error}", stacklevel=2
                     )

@@ -223,12 +223,12 @@ class Checkpointer:
         """Plan a save. All processes return the same plan."""
         options = self._chunk_bytes, self._level
 
+        found: list[Manifest] = []  # of the first process
+
         def enter() -> tuple[Any, ...]:
-            found = self._chain.read()[0]
-            if self._overwrite:
-                self._chain.follow()
-                self._overwrite = False
-            folder = self._chain.enter()
+            nonlocal found
+            folder, found = self._chain.enter(self._overwrite)
+            self._overwrite = False
             own = (found[0].step + 1 if found else 0) if step is None else step
             is_base_there = self._base is not None and self._base.folder in {
                 one.folder for one in found
@@ -258,7 +258,6 @@ class Checkpointer:
         )
 
         def check() -> None:
-            found = self._chain.read()[0]
             check_path(self._store.name, found, plan.draft, goes_on)
             self._chain.collect(self.max_to_keep, self._base)
 

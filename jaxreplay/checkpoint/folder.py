@@ -88,7 +88,10 @@ class Folder(Files):
         _fsync(path.parent)
         return True
 
-    def read(self, name: str, most: int, memory: Memory = new_memory) -> np.ndarray:
+    def read(
+        self, name: str, most: int, memory: Memory = new_memory, has_size: bool = False
+    ) -> np.ndarray:
+        del has_size
         try:
             path = f"{self.name}/{name}"
             with open(path, "rb", buffering=0, opener=regular) as file:

@@ -69,15 +69,15 @@ class Objects(Files):
         self._wait(f"to write {name}", self._files.write(name, b"".join(parts)))
 
     def create(self, name: str, content: bytes) -> bool:
-        what, found = f"to write {name}", self._fetch(name, slice(0, 0))
-        if found.state == "value":
-            return False
-        condition = {"if_equal": found.stamp.generation}
+        what, unless_there = f"to write {name}", {"if_equal": _no_value()}
         try:
-            return bool(self._wait(what, self._files.write(name, content, **condition)).generation)
+            written = self._wait(what, self._files.write(name, content, **unless_there))
+            return bool(written.generation)
         except OSError as error:
             if "UNIMPLEMENTED" not in str(error) and "NotImplemented" not in str(error):
                 raise
+        if self._fetch(name, slice(0, 0)).state == "value":
+            return False
         if not self._is_warned:
             warnings.warn(
                 f"{self.name}: this store has no conditional writes, so a second writer may not be "
@@ -88,11 +88,16 @@ class Objects(Files):
         self._wait(what, self._files.write(name, content))
         return True
 
-    def read(self, name: str, most: int, memory: Memory = new_memory) -> np.ndarray:
+    def read(
+        self, name: str, most: int, memory: Memory = new_memory, has_size: bool = False
+    ) -> np.ndarray:
         del memory
+        if has_size:
+            found = self._fetch(name, slice(0, most))
+            if found is None:
+                raise CorruptCheckpointError(f"{name} is cut short")
         # asked before it is read as a whole: is there a byte beyond the most?
-        found = self._fetch(name, slice(most, most + 1))
-        if found is None:
+        elif (found := self._fetch(name, slice(most, most + 1))) is None:
             found = self._fetch(name)
         elif found.state == "value":
             raise CorruptCheckpointError(f"{name} has more bytes, expected at most {most:,}")
@@ -110,16 +115,11 @@ class Objects(Files):
         keys = self._wait(
             f"to list {folder}", self._files.list(ts.KvStore.KeyRange(f"{folder}/", f"{folder}0"))
         )
-        return sorted(
-            {key.decode(errors="replace").removeprefix(f"{folder}/").split("/")[0] for key in keys}
-        )
+        names = (key.decode(errors="replace").removeprefix(f"{folder}/") for key in keys)
+        return sorted(name for name in names if "/" not in name)
 
     def delete(self, name: str) -> None:
         self._wait(f"to delete {name}", self._files.write(name, None))
-        self._wait(
-            f"to delete {name}",
-            self._files.delete_range(ts.KvStore.KeyRange(f"{name}/", f"{name}0")),
-        )
 
     def _fetch(self, name: str, part: slice | None = None) -> Any:
         """Read a file, or a part of its bytes; None if it ends before. Raises a
@@ -153,6 +153,13 @@ class Objects(Files):
 
 class _RefusedError(OSError):
     """Failure of a request that would fail again."""
+
+
+@functools.cache
+def _no_value() -> bytes:
+    """Return what a write must find where there is no object yet."""
+    empty = ts.KvStore.open("memory://", context=ts.Context()).result()
+    return empty.read("none").result().stamp.generation
 
 
 @functools.cache

@@ -16,7 +16,6 @@ import tensorstore
 
 from jaxreplay import checkpoint
 from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError, PathInUseError
-from jaxreplay.checkpoint.object_store import Objects
 from jaxreplay.checkpoint.store import store_at
 from tests.checkpoint.runs import (
     BUFFER,
@@ -143,21 +142,35 @@ def test_an_object_that_is_too_large_is_not_read(tmp_path):
             assert store.read("a", most).tobytes() == bytes(1000)
 
 
-@pytest.mark.xfail(strict=True, reason="one reader of checkpoints")
-def test_a_save_reads_each_manifest_once():
-    names = []
+class Counted:
+    """A store whose requests are noted: the kind of each, and its object or range."""
 
-    class Counted(Objects):
-        def read(self, name, *arguments, **options):
-            names.append(name)
-            return super().read(name, *arguments, **options)
+    def __init__(self, there):
+        self.there, self.asked = there, []
 
-    checkpointer = Checkpointer("memory://counted", BUFFER, max_to_keep=3)
-    checkpointer._store.__class__ = Counted
-    for end in (4, 5, 6, 7, 8):
-        names.clear()
+    def __getattr__(self, kind):
+        def request(*given, **options):
+            self.asked.append((kind, given[0], given[1:]))
+            return getattr(self.there, kind)(*given, **options)
+
+        return request
+
+
+def test_a_save_reads_each_manifest_once_and_needs_few_requests():
+    """Make seven, and one for each file that is deleted."""
+    checkpointer, counts = Checkpointer("memory://counted", BUFFER, max_to_keep=3), []
+    line = checkpointer._store._files = Counted(checkpointer._store._files)
+    for end in range(4, 16):
+        line.asked.clear()
         checkpointer.save(state_of(end), end)
-    assert len(names) == len({*names}) <= 4
+        num_deleted = sum(kind == "write" and given == (None,) for kind, _, given in line.asked)
+        reads = [name for kind, name, _ in line.asked if kind == "read"]
+        assert len(reads) == len({*reads}) <= 4
+        counts.append((len(line.asked), num_deleted))
+    assert max(num - num_deleted for num, num_deleted in counts[1:]) == 7
+    assert sum(num for num, _ in counts[1:]) <= 10 * len(counts[1:])
+    assert max(num_deleted for _, num_deleted in counts) > 1
+    check_restored(Checkpointer("memory://counted", BUFFER), 15)
 
 
 # Servers that are down or do not answer.

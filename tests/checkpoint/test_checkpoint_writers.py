@@ -182,6 +182,7 @@ def test_a_collection_leaves_what_may_still_count(where):
     steps = (
         ("_chain", "read"),
         ("_chain", "enter"),
+        ("_store", "read"),
         ("_store", "write"),
         ("_store", "create"),
         ("_store", "entries"),
@@ -231,6 +232,21 @@ def test_a_path_that_is_replaced_by_a_copy_of_itself_is_not_said_to_be_saved(tmp
     assert checkpointer.all_steps() == [4]
     save_run(checkpointer, 6)
     check_intact(checkpointer.verify())
+
+
+def test_a_path_on_which_another_run_began_meanwhile_gets_all_rows_again(where):
+    """The other one has saved as often: only the content of its newest manifest tells."""
+    one, other = (Checkpointer(where, BUFFER, max_to_keep=2) for _ in range(2))
+    for end in (4, 5, 6):
+        save_run(one, end)
+    for kind in ("manifests", "rest", "rows"):
+        for name in one._store.entries(kind):
+            one._store.delete(f"{kind}/{name}")
+    for end in (504, 505, 506):
+        other.save(state_of(end, 500), end)
+    save_run(one, 7)
+    check_intact(one.verify())
+    check_restored(Checkpointer(where, BUFFER), 7)
 
 
 def test_a_newest_checkpoint_that_is_gone_is_told_of(tmp_path):
