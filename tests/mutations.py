@@ -292,9 +292,9 @@ MUTATIONS = (
     ),
     (
         "a row of a checkpoint is read from the place that it had before a wrap",
-        "checkpoint/opened.py",
-        "self._group[row], self._place[row] = number, np.flatnonzero(is_left)",
-        "self._group[row], self._place[row] = number, np.arange(len(row))",
+        "checkpoint/reader.py",
+        "group_of[at], place_of[at] = nth, np.flatnonzero(is_left)",
+        "group_of[at], place_of[at] = nth, np.arange(len(at))",
         "checkpoint/test_opened.py",
     ),
     (
@@ -523,7 +523,7 @@ MUTATIONS = (
     ),
     (
         "an opened checkpoint keeps every file that it has read",
-        "checkpoint/opened.py",
+        "checkpoint/reader.py",
         "while len(self._kept) > max(self._most // max(size, 1), 1):",
         "while False:",
         "checkpoint/test_opened.py",

@@ -25,7 +25,7 @@ except ImportError as error:
 from jaxreplay.checkpoint import verifying
 from jaxreplay.checkpoint.chain import Chain
 from jaxreplay.checkpoint.checkpointer import Checkpointer, bars
-from jaxreplay.checkpoint.contents import contents_of, generation_of
+from jaxreplay.checkpoint.contents import checkpoint_at, contents_of
 from jaxreplay.checkpoint.files import CorruptCheckpointError, PathInUseError
 from jaxreplay.checkpoint.restoring import MissingRows
 from jaxreplay.checkpoint.store import store_at
@@ -153,7 +153,7 @@ def inspect(
     """
     manifest = None
     while True:
-        before, (store, manifest) = manifest, generation_of(path, step, member, timeout)
+        before, (store, manifest) = manifest, checkpoint_at(path, step, member, timeout)
         try:
             return inspection_of(contents_of(store, manifest, member, max_bytes))
         except CorruptCheckpointError:

@@ -141,7 +141,7 @@ def packed(arrays: Mapping[str, np.ndarray], level: int | None) -> tuple[list[An
     return parts, Sums(raw, sum(map(len, parts)), stored)
 
 
-def checked(store: Files, name: str, sums: Sums, memory: Memory = new_memory) -> np.ndarray:
+def checked(store: Files, name: str, sums: Sums, memory: Memory | None = new_memory) -> np.ndarray:
     """Read a file: uint8[size].
 
     Args:
@@ -154,15 +154,9 @@ def checked(store: Files, name: str, sums: Sums, memory: Memory = new_memory) ->
       CorruptCheckpointError: The file is missing or damaged, or is not the one written here.
     """
     content = store.read(name, sums.size, memory)
-    check(name, content, sums)
-    return content
-
-
-def check(name: str, content: np.ndarray, sums: Sums) -> None:
-    """Raise a CorruptCheckpointError if the content of a file, uint8[size], is not that which was
-    written."""
     if checksum([content]) != sums.stored:
         raise CorruptCheckpointError(f"{name} is not as it was written")
+    return content
 
 
 class _Entry(msgspec.Struct):
@@ -176,7 +170,7 @@ def read(
     sums: Sums,
     is_compressed: bool,
     wanted: Mapping[str, Spec],
-    memory: Memory = new_memory,
+    memory: Memory | None = new_memory,
 ) -> dict[str, np.ndarray]:
     """Read arrays of a file.
 
@@ -186,7 +180,8 @@ def read(
       sums: What the manifest says of it.
       is_compressed: Whether it is compressed.
       wanted: Shapes and dtypes of all arrays of the file, by name.
-      memory: Memory for the content, whose views are returned. Default: new memory.
+      memory: Memory for the content, whose views are returned; None to map a file of this machine
+        that is not compressed. Default: new memory.
 
     Raises:
       CorruptCheckpointError: The file is missing or damaged, is not the one written here, or has
@@ -194,23 +189,9 @@ def read(
     """
     num_bytes = sum(spec.nbytes for spec in wanted.values())
     if is_compressed:
-        content = _decompressed(name, checked(store, name, sums), num_bytes, memory)
+        content = _decompressed(name, checked(store, name, sums), num_bytes, memory or new_memory)
     else:
         content = checked(store, name, sums, memory)
-    return arrays_of(name, content, wanted)
-
-
-def arrays_of(name: str, content: np.ndarray, wanted: Mapping[str, Spec]) -> dict[str, np.ndarray]:
-    """Return views of arrays of a file's content.
-
-    Args:
-      name: The file, for errors.
-      content: uint8[size], as it was before compression.
-      wanted: Shapes and dtypes of arrays, by name.
-
-    Raises:
-      CorruptCheckpointError: It has other arrays.
-    """
     begin = 8 + int.from_bytes(content[:8].tobytes(), "little")
     try:
         header = msgspec.json.decode(content[8:begin].tobytes(), type=dict[str, _Entry])

@@ -10,11 +10,11 @@ import numpy as np
 
 from jaxreplay._util.aliases import PyTree
 from jaxreplay._util.names import nested, printable
-from jaxreplay.checkpoint.bundle import Spec
 from jaxreplay.checkpoint.chain import Chain
 from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
 from jaxreplay.checkpoint.manifest import Manifest, Member
 from jaxreplay.checkpoint.planning import in_member
+from jaxreplay.checkpoint.reader import Reader
 from jaxreplay.checkpoint.restoring import Rest
 from jaxreplay.checkpoint.store import store_at
 from jaxreplay.inspection.contents import COUNTERS, Contents, StoredRows, numbers_in_order
@@ -26,7 +26,7 @@ _MASS = f"{_OF_PRIORITIES}mass"
 _FEW_ROWS = 2**22  # whose numbers take little memory
 
 
-def generation_of(
+def checkpoint_at(
     path: Any, step: int | None, member: str, timeout: float, where: str = "inspect"
 ) -> tuple[Files, Manifest]:
     """Return the store and the manifest of the newest checkpoint under a path, or of a step's.
@@ -83,41 +83,24 @@ def _rows_of(store: Files, member: Member) -> StoredRows:
     """Return the rows of a buffer in a checkpoint.
 
     Raises:
-      CorruptCheckpointError: A row is in no group, or in two; or a group has no files.
+      CorruptCheckpointError: A group has no file.
     """
-    specs, groups = {leaf.name: leaf for leaf in member.leaves}, member.groups
-    leaves = {leaf.array: Spec(leaf.shape, leaf.stored) for leaf in member.leaves}
-    first, end = member.first, member.end
-    if int((end - first).sum()) > _FEW_ROWS:  # which a forged manifest may name without any file
-        for group in groups:
-            group.read(store, leaves)
-    offset = np.cumsum(end - first) - (end - first) - first
+    reader = Reader(store, member)
+    if reader.num_rows > _FEW_ROWS:  # which a forged manifest may name without any file
+        for group in member.groups:
+            reader.read(group, None)
 
     def read(wanted: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        sorted_rows = {name: np.unique(at, return_inverse=True) for name, at in wanted.items()}
-        parts: dict[str, list[Any]] = {name: [] for name in wanted}
-        for group in groups:
-            env, number = group.rows()
-            row, own = np.where(number >= first[env], offset[env] + number, -1), None
-            for name, (some, _) in sorted_rows.items():
-                at = np.searchsorted(some, row)
-                is_wanted = some.take(at, mode="clip") == row if len(some) else row < -1
-                if is_wanted.any():
-                    own = group.read(store, leaves) if own is None else own
-                    parts[name].append((at[is_wanted], own[specs[name].array][is_wanted]))
-        found = {}
-        for name, (some, place) in sorted_rows.items():
-            leaf = specs[name]
-            # only now is it known that rows have this shape: a forged one could ask for any memory
-            values = np.zeros((len(some), *leaf.shape), leaf.stored)
-            for at, own in parts[name]:
-                values[at] = own
-            values = values[place.reshape(wanted[name].shape)]
-            is_plain = leaf.stored == leaf.dtype
-            found[name] = values if is_plain else stored_arrays.decode_on_host(values, leaf.dtype)
-        return found
+        return {
+            name: stored_arrays.decode_on_host(values, leaf.dtype)
+            if (leaf := reader.leaves[name]).stored != leaf.dtype
+            else values
+            for name, values in reader.take(wanted).items()
+        }
 
-    return StoredRows(first, end, specs, read, member.layout.autoreset or None)
+    return StoredRows(
+        member.first, member.end, reader.leaves, read, member.layout.autoreset or None
+    )
 
 
 def contents_of(store: Files, manifest: Manifest, name: str, max_bytes: int) -> Contents:

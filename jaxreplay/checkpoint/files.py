@@ -61,14 +61,15 @@ class Files:
         raise NotImplementedError
 
     def read(
-        self, name: str, most: int, memory: Memory = new_memory, has_size: bool = False
+        self, name: str, most: int, memory: Memory | None = new_memory, has_size: bool = False
     ) -> np.ndarray:
         """Read a file.
 
         Args:
           name: Name of the file.
           most: Largest number of bytes that it may have.
-          memory: Memory that may be used for the file, once its size is known. Default: new memory.
+          memory: Memory that may be used for the file, once its size is known; None to map it, if
+            it lies on this machine. Default: new memory.
           has_size: Whether it should have so many. An object store then reads so many bytes in one
             request, and does not look for more. Default: False.
 

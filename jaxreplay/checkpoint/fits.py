@@ -103,21 +103,21 @@ def _is_step(leaf: str) -> bool:
     return leaf.partition(".")[0] == "steps"
 
 
-def check_path(where: str, generations: list[Manifest], draft: Manifest, goes_on: bool) -> None:
+def check_path(where: str, found: list[Manifest], draft: Manifest, goes_on: bool) -> None:
     """Check that a path has no checkpoints of another buffer, which a save would delete.
 
     Args:
       where: The path.
-      generations: The path's checkpoints, newest first.
+      found: The path's checkpoints, newest first.
       draft: The checkpoint to be saved.
       goes_on: Whether the state continues from one of them. The buffer may then differ.
 
     Raises:
       ValueError: The path has checkpoints of another buffer.
     """
-    if not generations:
+    if not found:
         return
-    newest = generations[0]
+    newest = found[0]
     # a buffer with rows in files saves its index to one path with copies, which have the steps, too
     has_steps = lambda one: any(_is_step(leaf) for own in one.members.values() for leaf in own.rows)
     are_of_one_kind = newest.buffer.partition("(")[0] == draft.buffer.partition("(")[0]

@@ -89,7 +89,7 @@ class Folder(Files):
         return True
 
     def read(
-        self, name: str, most: int, memory: Memory = new_memory, has_size: bool = False
+        self, name: str, most: int, memory: Memory | None = new_memory, has_size: bool = False
     ) -> np.ndarray:
         del has_size
         try:
@@ -98,7 +98,9 @@ class Folder(Files):
                 check_size(name, size := os.fstat(file.fileno()).st_size, most)
                 if hasattr(os, "posix_fadvise"):  # the system reads further ahead
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-                content = memory(size)
+                if memory is None and size:
+                    return np.asarray(np.memmap(file, np.uint8, "r"))
+                content = (memory or new_memory)(size)
                 left = content.data
                 while len(left):
                     if not (count := file.readinto(left)):

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxreplay.checkpoint import bundle
-from jaxreplay.checkpoint.bundle import Spec, Sums
-from jaxreplay.checkpoint.files import CorruptCheckpointError, Files, Memory, new_memory
+from jaxreplay.checkpoint.bundle import Sums
+from jaxreplay.checkpoint.files import CorruptCheckpointError
 from jaxreplay.checkpoint.rows import Picked
 from jaxreplay.storage import ring
 from jaxreplay.storage.layout import NUM_PARTS
@@ -100,24 +100,6 @@ class Group(NamedTuple):
         before = np.cumsum(count) - count
         env = np.repeat(np.arange(len(count)), count)
         return Picked(env, low[env] + np.arange(len(env)) - before[env])
-
-    def read(
-        self, store: Files, leaves: dict[str, Spec], memory: Memory = new_memory
-    ) -> dict[str, np.ndarray]:
-        """Read leaves of its K rows, `[K, ...]` each, by name.
-
-        Args:
-          store: The files.
-          leaves: Shapes and dtypes of a row of all leaves that it has.
-          memory: As for `bundle.read`.
-
-        Raises:
-          CorruptCheckpointError: The file is missing or damaged, or lacks a leaf.
-        """
-        assert self.sums is not None
-        num_rows = self.num_rows
-        whole = {name: Spec((num_rows, *shape), dtype) for name, (shape, dtype) in leaves.items()}
-        return bundle.read(store, self.file, self.sums, self.save.is_compressed, whole, memory)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -89,7 +89,7 @@ class Objects(Files):
         return True
 
     def read(
-        self, name: str, most: int, memory: Memory = new_memory, has_size: bool = False
+        self, name: str, most: int, memory: Memory | None = new_memory, has_size: bool = False
     ) -> np.ndarray:
         del memory
         if has_size:

@@ -23,18 +23,16 @@ from jaxreplay.checkpoint.bundle import Piece, Spec
 from jaxreplay.checkpoint.chain import Chain
 from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
 from jaxreplay.checkpoint.fits import check_fits
-from jaxreplay.checkpoint.groups import Group
 from jaxreplay.checkpoint.manifest import TOKEN, Manifest, Member
 from jaxreplay.checkpoint.planning import in_member
+from jaxreplay.checkpoint.reader import Reader
 from jaxreplay.checkpoint.rows import Picked
-from jaxreplay.checkpoint.threads import in_turn
 from jaxreplay.distributed.processes import Processes
 from jaxreplay.storage import adopt, ring, row_flags, stored_arrays
 from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.state import Counters, ReplayState, Rows
 
 _LOG = logging.getLogger("jaxreplay")
-_AT_ONCE = 2  # groups in memory: one is put into the state, while the next is read
 
 
 class MissingRows(NamedTuple):
@@ -441,37 +439,24 @@ class Reading:
           env_stop: The env after the last one. Default: that after all.
         """
         specs = jax.eval_shape(stored_arrays.plain_specs, stored)
-        groups, leaves = self._member.groups, named(specs)
+        leaves = named(specs)
         if not leaves:
             return stored
-        all_leaves = {leaf.array: Spec(leaf.shape, leaf.stored) for leaf in self._member.leaves}
         envs = np.arange(len(self._end))
         is_own = (envs >= env) & (envs < (len(envs) if env_stop is None else env_stop))
         filled = np.where(is_own, np.minimum(self._end - self._first, length), 0)
         first = self._end - filled
-        counts = groups.num_rows(first)
-        most = int(groups.num_rows().max(initial=1))
-        row_bytes = sum(all_leaves[name].nbytes for name, _ in leaves)
-        buffers = bundle.Buffers()
+        most = int(self._member.groups.num_rows().max(initial=1))
 
-        def read(group: Group) -> tuple[Group, dict[str, np.ndarray]]:
-            return group, group.read(self._store, all_leaves, buffers.take)
-
-        def put(read: tuple[Group, dict[str, np.ndarray]]) -> None:
+        def put(picked: Picked, found: dict[str, np.ndarray]) -> None:
             nonlocal stored
-            group, found = read
-            env_of, number = group.rows()
-            is_read = number >= first[env_of]
-            index = rows.rows_at(Picked(env_of[is_read] - env, number[is_read]), length)
+            index = rows.rows_at(picked._replace(env=picked.env - env), length)
             own = [found[name] for name, _ in leaves]
-            own = own if is_read.all() else [leaf[is_read] for leaf in own]
             values = jax.tree.unflatten(jax.tree.structure(specs), own)
             stored = rows.put(stored, index, values, most)
-            buffers.give_back(found[leaves[0][0]])
-            self._progress(len(index) * row_bytes)
+            self._progress(sum(leaf.nbytes for leaf in own))
 
-        chosen = [groups[at] for at in reversed(range(len(groups))) if counts[at]]
-        in_turn(read, chosen, put, _AT_ONCE, "jaxreplay-restore")
+        Reader(self._store, self._member).parts(first, put)
         return stored
 
 

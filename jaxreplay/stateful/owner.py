@@ -343,7 +343,7 @@ class StateOwner(Owner):
     def example_in(self, path: Any, step: int | None, member: str = "") -> Any:
         from jaxreplay.checkpoint import contents  # an extra
 
-        _, manifest = contents.generation_of(path, step, member, _TIMEOUT, "load")
+        _, manifest = contents.checkpoint_at(path, step, member, _TIMEOUT, "load")
         return contents.example_of(manifest.members[member])
 
     @property
