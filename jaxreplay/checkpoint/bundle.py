@@ -14,12 +14,13 @@ import contextlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import google_crc32c
 import msgspec
 import numpy as np
 import zstandard
+from msgspec import Meta
 
 from jaxreplay._util.aligned import aligned, aligned_zeros
 from jaxreplay.checkpoint.files import CorruptCheckpointError, Files, Memory, new_memory
@@ -52,12 +53,15 @@ class Spec(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+_Sum = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+
+
 class Sums(NamedTuple):
     """Size and checksums of a file, as a manifest has them."""
 
-    raw: int  # checksum of the content before compression
-    size: int  # bytes
-    stored: int  # checksum of the file
+    raw: _Sum  # checksum of the content before compression
+    size: Annotated[int, Meta(ge=0, le=2**62)]  # bytes
+    stored: _Sum  # checksum of the file
 
 
 class Piece(NamedTuple):

@@ -1,7 +1,6 @@
 """`Checkpointer`: incremental saves of one run, and restores."""
 
 import collections
-import copy
 import json
 import operator
 import os
@@ -210,7 +209,7 @@ class Checkpointer:
                 self._write(plan, splits)
         except BaseException:
             if plan is not None:
-                self._chain.abandon(plan.draft.folder)
+                self._chain.abandon(plan.manifest.folder)
             raise
 
     def _planned(
@@ -258,7 +257,7 @@ class Checkpointer:
         )
 
         def check() -> None:
-            check_path(self._store.name, found, plan.draft, goes_on)
+            check_path(self._store.name, found, plan.manifest, goes_on)
             self._chain.collect(self.max_to_keep, self._base)
 
         self._processes.first(check)
@@ -267,11 +266,13 @@ class Checkpointer:
     def _write(self, plan: Plan, splits: dict[str, Split]) -> None:
         """Write the files of this process, and the manifest when those of all are written. Then
         delete checkpoints that are not kept."""
+        manifest = plan.manifest
         with defer_interrupts():
-            bar = self._bar(f"save {plan.draft.step}", plan.num_bytes // self._processes.num)
+            bar = self._bar(f"save {manifest.step}", plan.num_bytes // self._processes.num)
         own = written(self._store, self._level, bar, self._files(plan, splits))
-        every = {name: sums for one in self._processes.told(own) for name, sums in one.items()}
-        manifest = plan.manifest(every)
+        for one in self._processes.told(own):
+            own |= one
+        manifest.fill(own)
         self._processes.first(lambda: self._chain.commit(manifest))
         self._base = manifest
         self._processes.first(lambda: self._chain.collect(self.max_to_keep))
@@ -279,9 +280,9 @@ class Checkpointer:
     def _files(self, plan: Plan, splits: dict[str, Split]) -> Iterator[File]:
         """Yield the files that this process writes. The rows of groups are copied."""
         num, index = self._processes.num, self._processes.index
-        for name, pieces in plan.rest_files()[index::num]:
+        for name, pieces in [*plan.manifest.rest_files()][index::num]:
             yield File(name, {one.name: rows.piece_of(plan.rest[one.name], one) for one in pieces})
-        for member, new in plan.new_groups():
+        for member, new in plan.manifest.new_groups():
             # all of one size: few programs are compiled, and memory is used again
             size = pow2.power_above(max((group.num_rows for group in new), default=1))
             spares: dict[int, list[Any]] = collections.defaultdict(list)  # of each part
@@ -364,7 +365,7 @@ class Checkpointer:
             )
         self._base, self.step = found.manifest, found.manifest.step
         self.found_beside = found.beside
-        self.metadata, self.missing_rows = copy.deepcopy(found.manifest.metadata), found.lost
+        self.metadata, self.missing_rows = found.manifest.metadata, found.lost
         self._chain.follow()
         self._overwrite = False  # the next save goes on from what was restored
         states = found.states.get("", found.states)

@@ -9,9 +9,11 @@ hold stream after stream, and each stream's oldest row first.
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from jaxreplay.checkpoint import bundle
 from jaxreplay.checkpoint.bundle import Sums
@@ -24,15 +26,30 @@ NUM_COLUMNS = 10  # numbers of a group in a manifest
 MOST_ROWS = 2**22  # of a group: while it is read, each row takes 16 bytes for its numbers
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Save:
-    """Rows that one save wrote: the numbers `since` to `end - 1` of each of E streams."""
+Length = Annotated[int, Meta(ge=1, le=2**30)]
+Folder = Annotated[str, Meta(pattern=r"\A[0-9]{10}-[0-9a-f]{8}\Z")]
 
-    folder: str  # of the checkpoint
-    length: int  # rows in each stream's ring at that time
+
+class Save(msgspec.Struct, eq=False, forbid_unknown_fields=True):
+    """Rows that one save wrote: the numbers `since` to `end - 1` of each of E streams.
+
+    A manifest has one number in place of E equal ones, as those of streams that step together.
+    """
+
+    folder: Folder  # of the checkpoint
+    length: Length  # rows in each stream's ring at that time
     since: np.ndarray  # int64[E]
     end: np.ndarray  # int64[E]
     is_compressed: bool
+
+    def __post_init__(self) -> None:
+        self.since, self.end = _short(self.since), _short(self.end)
+
+
+def _short(numbers: np.ndarray) -> np.ndarray:
+    """Return equal numbers as a view of one, as which they are written."""
+    one = numbers[:1]
+    return np.broadcast_to(one, numbers.shape) if (numbers == one).all() else numbers
 
 
 class Group(NamedTuple):
@@ -112,30 +129,13 @@ class Groups(Sequence[Group]):
 
     @classmethod
     def of(cls, groups: Iterable[Group]) -> "Groups":
-        """Return written groups as columns."""
+        """Return groups as columns."""
         saves: dict[Save, int] = {}
         columns = [
-            (saves.setdefault(one.save, len(saves)), *one[1:7], *(one.sums or ())) for one in groups
+            (saves.setdefault(one.save, len(saves)), *one[1:7], *(one.sums or (0, 0, 0)))
+            for one in groups
         ]
         return cls([*saves], np.array(columns, np.int64).reshape(-1, NUM_COLUMNS))
-
-    @classmethod
-    def checked(cls, where: str, saves: list[Save], numbers: np.ndarray, num_envs: int) -> "Groups":
-        """Return groups of a manifest's numbers. Raises a CorruptCheckpointError if they are
-        impossible for a number of streams."""
-        if len(numbers) // NUM_COLUMNS * NUM_COLUMNS != len(numbers):
-            raise CorruptCheckpointError(f"{where}: {len(numbers)} numbers are no groups")
-        columns = numbers.reshape(-1, NUM_COLUMNS)
-        save, number, start, stop, env, env_stop, trace, raw, _, stored = columns.T
-        length = np.array([*(one.length for one in saves), 0])[np.minimum(save, len(saves))]
-        is_possible = (number < 10**6) & (start < stop) & (stop <= length)
-        is_possible &= (env < env_stop) & (env_stop <= num_envs)
-        is_possible &= (raw < 2**32) & (stored < 2**32) & (trace < 2**32)
-        if not is_possible.all():
-            raise CorruptCheckpointError(
-                f"{where}: group {int(np.argmin(is_possible))} has rows that cannot exist"
-            )
-        return cls(saves, columns)
 
     @property
     def num_bytes(self) -> int:
@@ -152,7 +152,7 @@ class Groups(Sequence[Group]):
         return Group._make((self.saves[save], *numbers[:6], Sums._make(numbers[6:])))
 
     def check(self, first: np.ndarray, end: np.ndarray) -> None:
-        """Check that each row is in one group, and groups are in the order of their rows.
+        """Check that groups can be, each row is in one, and they are in the order of their rows.
 
         Args:
           first: int64[E], the number of each stream's oldest row.
@@ -162,6 +162,15 @@ class Groups(Sequence[Group]):
           CorruptCheckpointError: Groups overlap, are out of order, have rows past `end`, or lack
             rows.
         """
+        save, number, start, stop, env, env_stop, trace, raw, _, stored = self.columns.T
+        lengths = np.array([*(one.length for one in self.saves), 0])
+        is_possible = (start < stop) & (stop <= lengths[np.minimum(save, len(self.saves))])
+        is_possible &= (number < 10**6) & (env < env_stop) & (env_stop <= len(end))
+        is_possible &= (raw < 2**32) & (stored < 2**32) & (trace < 2**32)
+        if not is_possible.all():
+            raise CorruptCheckpointError(
+                f"group {int(np.argmin(is_possible))} has rows that cannot exist"
+            )
         missing = int((end - first).sum())
         for group in reversed(self):
             low, high = group.range()

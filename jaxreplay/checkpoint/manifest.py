@@ -4,11 +4,11 @@ All fields are checked before they are used: a manifest may be damaged, of anoth
 forged.
 """
 
-import dataclasses
+import itertools
 import json
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jaxreplay._util.names import printable
 from jaxreplay.checkpoint import bundle
 from jaxreplay.checkpoint.bundle import Piece, Spec, Sums
 from jaxreplay.checkpoint.files import CorruptCheckpointError
-from jaxreplay.checkpoint.groups import Groups, Save
+from jaxreplay.checkpoint.groups import NUM_COLUMNS, Folder, Group, Groups, Length, Save
 from jaxreplay.storage import stored_arrays
 from jaxreplay.storage.layout import Layout, Window
 
@@ -36,10 +36,7 @@ _MOST_BYTES = 2**50  # of a row or an array
 MOST_NUMBERS = 2**21
 
 _Number = Annotated[int, Meta(ge=0, le=2**62)]
-_Sum = Annotated[int, Meta(ge=0, le=2**32 - 1)]
-_Length = Annotated[int, Meta(ge=1, le=2**30)]
 _Reach = Annotated[int, Meta(ge=-1, le=2**30)]
-_Folder = Annotated[str, Meta(pattern=r"\A[0-9]{10}-[0-9a-f]{8}\Z")]
 
 
 class Leaf(NamedTuple):
@@ -60,7 +57,7 @@ class StoredLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     before: _Reach  # -1: all since the episode's start
     after: _Reach  # -1: all up to the episode's end
     crosses_episodes: bool
-    period: _Length
+    period: Length
     needs_final_obs: bool
     needs_next_obs: bool
 
@@ -102,17 +99,44 @@ class StoredLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Member:
+class Member(msgspec.Struct, eq=False, forbid_unknown_fields=True):
     """Rows of one buffer. A row's number counts all rows that its stream ever got, overwritten ones
     included."""
 
     layout: StoredLayout
-    length: int  # rows in each stream's ring
+    length: Length  # rows in each stream's ring
     first: np.ndarray  # int64[E], number of the oldest row of each stream
     end: np.ndarray  # int64[E], one more than the number of its newest row
     rows: dict[str, str]  # dtype and shape of a row, by leaf
-    groups: Groups  # each row is in one; a stream's older rows are in earlier groups
+    saves: list[Save]
+    columns: np.ndarray = msgspec.field(name="groups")  # as those of `Groups`
+
+    @property
+    def groups(self) -> Groups:
+        """Its groups: each row is in one; a stream's older rows are in earlier groups."""
+        return Groups(self.saves, self.columns)
+
+    def check(self) -> None:
+        """Check fields that were read, and put arrays into their shapes. Raises a
+        CorruptCheckpointError if they are impossible."""
+        for name, text in self.rows.items():
+            spec_of(f"rows: {printable(name)}", text)
+        num_envs = len(self.end)
+        if len(self.saves) * num_envs > MOST_NUMBERS:
+            raise CorruptCheckpointError("saves: more than can be written")
+        _check_rows("first, end", self.length, self.first, self.end)
+        for at, one in enumerate(self.saves):
+            if {len(one.since), len(one.end)} - {1, num_envs}:
+                raise CorruptCheckpointError(
+                    f"saves[{at}]: since, end: expected one number, or {num_envs}"
+                )
+            one.since, one.end, _ = np.broadcast_arrays(one.since, one.end, self.end)
+            _check_rows(f"saves[{at}]: since, end", one.length, one.since, one.end)
+        count = len(self.columns)
+        if count // NUM_COLUMNS * NUM_COLUMNS != count:
+            raise CorruptCheckpointError(f"{count} numbers are no groups")
+        self.columns = self.columns.reshape(-1, NUM_COLUMNS)
+        self.groups.check(self.first, self.end)
 
     @property
     def leaves(self) -> list[Leaf]:
@@ -127,22 +151,28 @@ class Member:
         return found
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Manifest:
+class Manifest(msgspec.Struct, eq=False, forbid_unknown_fields=True, kw_only=True):
     """Content of a checkpoint."""
 
+    format: int = FORMAT
     # Begins the names of its files: the checkpoint's number, which only one can have, and a token.
-    folder: str
-    step: int
+    folder: Folder
+    step: Annotated[int, Meta(ge=STEPS[0], le=STEPS[1])]
     library: str
     writer: dict[str, str]  # who wrote it, for the errors of others
     buffer: str
     members: dict[str, Member]  # "" for a buffer that is no mixture; none for a rollout
     rest: dict[str, str]  # dtype and shape of every other array
     is_compressed: bool  # whether the files of these are
-    piece_bytes: int  # the arrays are divided into files of at most this size
+    # the arrays are divided into files of at most this size
+    piece_bytes: Annotated[int, Meta(ge=1, le=2**40)]
     files: list[Sums]  # of each of them
-    metadata: Any  # the user's
+    text: str = msgspec.field(name="metadata")  # the user's, as JSON
+
+    @property
+    def metadata(self) -> Any:
+        """The user's metadata, a copy."""
+        return json.loads(self.text)
 
     @property
     def number(self) -> int:
@@ -158,18 +188,18 @@ class Manifest:
         """Return shapes and dtypes of the arrays beside the rows."""
         return {name: spec_of(name, text) for name, text in self.rest.items()}
 
+    def rest_files(self) -> Iterator[tuple[str, list[Piece]]]:
+        """Yield the name and the pieces of each file beside the rows."""
+        for number, pieces in enumerate(bundle.divided(self.specs(), self.piece_bytes)):
+            yield self.file_name(number), pieces
+
     def pieces(self) -> list[tuple[str, Sums, list[Piece]]]:
         """Return the name of each file beside the rows, its checksums, and what it has. Raises a
         CorruptCheckpointError if the arrays do not fit so many files."""
-        found = []
-        for number, pieces in enumerate(bundle.divided(self.specs(), self.piece_bytes)):
-            if number == len(self.files):
-                break
-            found.append((self.file_name(number), self.files[number], pieces))
-        else:
-            if len(found) == len(self.files):
-                return found
-        raise CorruptCheckpointError(f"{self.name}: files, rest: they do not fit each other")
+        found = [*itertools.islice(self.rest_files(), len(self.files) + 1)]
+        if len(found) != len(self.files):
+            raise CorruptCheckpointError(f"{self.name}: files, rest: they do not fit each other")
+        return [(name, self.files[nth], pieces) for nth, (name, pieces) in enumerate(found)]
 
     def file_name(self, number: int) -> str:
         """Return the name of a file beside the rows."""
@@ -187,11 +217,25 @@ class Manifest:
         rows = sum(own.groups.num_bytes for own in self.members.values())
         return rows + sum(sums.size for sums in self.files)
 
+    def new_groups(self) -> Iterator[tuple[str, list[Group]]]:
+        """Yield each member's name with the groups that this checkpoint's save writes."""
+        for name, own in self.members.items():
+            yield name, [group for group in own.groups if group.save.folder == self.folder]
+
+    def fill(self, written: Mapping[str, Sums]) -> None:
+        """Note the checksums of the files that the save has written.
+
+        Args:
+          written: Checksums by name.
+        """
+        for own in self.members.values():
+            for nth, group in enumerate(own.groups):
+                if group.save.folder == self.folder:
+                    own.columns[nth, -len(Sums._fields) :] = written[group.file]
+        self.files = [written[name] for name, _ in self.rest_files()]
+
     def to_bytes(self) -> bytes:
-        members = {name: _Member.of(own) for name, own in self.members.items()}
-        text = json.dumps(self.metadata)
-        fields = vars(self) | {"members": members, "metadata": text, "format": FORMAT}
-        body = msgspec.json.encode(_Fields(**fields))
+        body = msgspec.json.encode(self, enc_hook=_listed)
         return f"{zlib.crc32(body):08x}\n".encode() + body
 
     @classmethod
@@ -209,83 +253,18 @@ class Manifest:
                 f"{name}: written in format {head.format}, by jaxreplay {printable(head.library)}; "
                 f"this version reads format {FORMAT}"
             )
-        found = _decoded(name, body, _Fields)
-        if manifest_name(int(found.folder[:10])) != name:
+        found: Manifest = _decoded(name, body, cls)
+        if found.name != name:
             raise CorruptCheckpointError(f"{name} belongs to another checkpoint, {found.folder}")
         try:
-            metadata = json.loads(found.metadata)
-            check_depth(metadata)
+            check_depth(found.metadata)
+            for one in found.members.values():
+                one.check()
+            for leaf, text in found.rest.items():
+                spec_of(f"rest: {printable(leaf)}", text)
         except (ValueError, RecursionError) as error:
-            raise CorruptCheckpointError(f"{name}: metadata: {error}") from None
-        members = {
-            own: one.checked(f"{name}: {printable(own)}".removesuffix(": "))
-            for own, one in found.members.items()
-        }
-        for leaf, text in found.rest.items():
-            spec_of(f"{name}: rest: {printable(leaf)}", text)
-        files = [Sums(*one) for one in found.files]
-        fields = msgspec.structs.asdict(found)
-        fields |= {"members": members, "files": files, "metadata": metadata}
-        del fields["format"]
-        return cls(**fields)
-
-
-class _Save(msgspec.Struct, forbid_unknown_fields=True):
-    """A `groups.Save`. Vectors have one number if all streams have the same one."""
-
-    folder: _Folder
-    length: _Length
-    since: list[_Number]
-    end: list[_Number]
-    is_compressed: bool
-
-
-class _Member(msgspec.Struct, forbid_unknown_fields=True):
-    """A `Member` as it is written."""
-
-    layout: StoredLayout
-    length: _Length
-    first: list[_Number]
-    end: list[_Number]
-    rows: dict[str, str]
-    saves: list[_Save]
-    groups: list[_Number]  # `groups.NUM_COLUMNS` of each
-
-    @classmethod
-    def of(cls, member: Member) -> "_Member":
-        groups = member.groups
-        saves = [
-            _Save(one.folder, one.length, _short(one.since), _short(one.end), one.is_compressed)
-            for one in groups.saves
-        ]
-        first, end = member.first.tolist(), member.end.tolist()
-        columns = groups.columns.ravel().tolist()
-        return cls(member.layout, member.length, first, end, member.rows, saves, columns)
-
-    def checked(self, where: str) -> Member:
-        """Return the member, if it is possible."""
-        for name, text in self.rows.items():
-            spec_of(f"{where}: rows: {printable(name)}", text)
-        num_envs = len(self.end)
-        if len(self.saves) * num_envs > MOST_NUMBERS:
-            raise CorruptCheckpointError(f"{where}: saves: more than can be written")
-        first, end = (np.array(numbers, np.int64) for numbers in (self.first, self.end))
-        _check_rows(f"{where}: first, end", self.length, first, end)
-        saves = []
-        for at, one in enumerate(self.saves):
-            if {len(one.since), len(one.end)} - {1, num_envs}:
-                raise CorruptCheckpointError(
-                    f"{where}: saves[{at}]: since, end: expected one number, or {num_envs}"
-                )
-            vectors = (np.array(numbers, np.int64) for numbers in (one.since, one.end))
-            since, stop = (np.broadcast_to(vector, (num_envs,)) for vector in vectors)
-            _check_rows(f"{where}: saves[{at}]: since, end", one.length, since, stop)
-            saves.append(Save(one.folder, one.length, since, stop, one.is_compressed))
-        groups = Groups.checked(
-            f"{where}: groups", saves, np.array(self.groups, np.int64), num_envs
-        )
-        groups.check(first, end)
-        return Member(self.layout, self.length, first, end, self.rows, groups)
+            raise CorruptCheckpointError(f"{name}: {error}") from None
+        return found
 
 
 class _Head(msgspec.Struct):
@@ -293,28 +272,20 @@ class _Head(msgspec.Struct):
     library: str = ""
 
 
-class _Fields(msgspec.Struct, forbid_unknown_fields=True):
-    """The fields of a manifest as they are written."""
-
-    format: int
-    folder: _Folder
-    step: Annotated[int, Meta(ge=STEPS[0], le=STEPS[1])]
-    library: str
-    writer: dict[str, str]
-    buffer: str
-    members: dict[str, _Member]
-    rest: dict[str, str]
-    is_compressed: bool
-    piece_bytes: Annotated[int, Meta(ge=1, le=2**40)]
-    files: list[tuple[_Sum, _Number, _Sum]]
-    metadata: str
-
-
 def _decoded(name: str, body: Any, kind: Any) -> Any:
     try:
-        return msgspec.json.decode(body, type=kind)
+        return msgspec.json.decode(body, type=kind, dec_hook=_array)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptCheckpointError(f"{name}: {printable(str(error)[:300])}") from None
+
+
+def _array(kind: Any, numbers: Any) -> np.ndarray:
+    del kind
+    return np.array(msgspec.convert(numbers, list[_Number]), np.int64)
+
+
+def _listed(array: np.ndarray) -> list[int]:
+    return array[: 1 if array.strides == (0,) else None].ravel().tolist()
 
 
 def manifest_name(number: int) -> str:
@@ -370,12 +341,7 @@ def check_depth(value: Any) -> None:
     raise ValueError(f"nested more than {MOST_DEPTH} deep")
 
 
-def _short(numbers: np.ndarray) -> list[int]:
-    """Return one number if all streams have the same one, as streams that step together do."""
-    return numbers[:1].tolist() if (numbers == numbers[:1]).all() else numbers.tolist()
-
-
-def _check_rows(where: str, length: int, first: Sequence[int] | np.ndarray, end: Any) -> None:
+def _check_rows(where: str, length: int, first: np.ndarray, end: np.ndarray) -> None:
     """Check that rings of a length can have the rows `first` to `end - 1`, int64[E] both."""
     if len(first) != len(end) or (first > end).any() or (end - first > length).any():
         raise CorruptCheckpointError(f"{where}: impossible for streams with a length of {length}")

@@ -8,19 +8,19 @@ does not continue that checkpoint. The newest rows tell: they are compared by th
 they differ, all rows are written.
 """
 
-import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import msgspec
 import numpy as np
 
 from jaxreplay._util import pow2
 from jaxreplay._util.names import description, named, spec_text
 from jaxreplay._version import __version__
 from jaxreplay.checkpoint import bundle, rows
-from jaxreplay.checkpoint.bundle import Piece, Sums
 from jaxreplay.checkpoint.chain import whoami
 from jaxreplay.checkpoint.groups import MOST_ROWS, Group, Groups, Save, cut
 from jaxreplay.checkpoint.manifest import MOST_NUMBERS, Manifest, Member, StoredLayout
@@ -43,48 +43,18 @@ class Split(NamedTuple):
     parts: Parts  # from which the rows are read
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """Plan of one save.
 
     Attributes:
-      draft: The manifest, without what is known only after writing: groups and checksums.
-      groups: The groups of each member, in the order of their rows. Those without checksums are to
-        be written.
+      manifest: The manifest, without the checksums of the files that are to be written.
       rest: The arrays beside the rows.
       num_bytes: Bytes to write, by all processes.
     """
 
-    draft: Manifest
-    groups: dict[str, list[Group]]
+    manifest: Manifest
     rest: dict[str, Any]
     num_bytes: int
-
-    def new_groups(self) -> Iterator[tuple[str, list[Group]]]:
-        """Yield each member's name, "" if there is no mixture, with its groups that are to be
-        written."""
-        for name, groups in self.groups.items():
-            yield name, [group for group in groups if group.sums is None]
-
-    def rest_files(self) -> list[tuple[str, list[Piece]]]:
-        """Return the name and the pieces of each file beside the rows."""
-        draft = self.draft
-        divided = bundle.divided(draft.specs(), draft.piece_bytes)
-        return [(draft.file_name(number), pieces) for number, pieces in enumerate(divided)]
-
-    def manifest(self, written: Mapping[str, Sums]) -> Manifest:
-        """Return the complete manifest.
-
-        Args:
-          written: Checksums of the new files, by name.
-        """
-        done = lambda group: group._replace(sums=group.sums or written[group.file])
-        members = {
-            name: dataclasses.replace(one, groups=Groups.of(map(done, self.groups[name])))
-            for name, one in self.draft.members.items()
-        }
-        files = [written[name] for name, _ in self.rest_files()]
-        return dataclasses.replace(self.draft, members=members, files=files)
 
 
 def in_member(member: str, name: str) -> str:
@@ -119,7 +89,7 @@ def planned(
       piece_bytes: Largest number of bytes of a file beside the rows.
       is_compressed: Whether the new files are compressed.
     """
-    groups, members, rest, numbers = {}, {}, {**extras}, itertools.count()
+    members, rest, numbers, num_bytes = {}, {**extras}, itertools.count(), 0
     for name, split in splits.items():
         rest |= {in_member(name, own): leaf for own, leaf in named(split.rest)}
         if split.rows:
@@ -129,22 +99,21 @@ def planned(
             if before is not None and before.rows != leaves:  # one is an index, without the steps
                 before = None
             own = _groups(split, before, span, folder, group_bytes, is_compressed)
-            groups[name] = [
+            num_bytes += _row_bytes(split) * sum(one.num_rows for one in own if one.sums is None)
+            groups = Groups.of(
                 one._replace(number=next(numbers)) if one.sums is None else one for one in own
-            ]
+            )
             members[name] = Member(
                 layout=StoredLayout.of(split.buffer.layout()),
                 length=split.buffer.length,
                 first=span.first,
                 end=span.end,
                 rows=leaves,
-                groups=Groups.of([]),
+                saves=groups.saves,
+                columns=groups.columns,
             )
-    num_bytes = sum(leaf.nbytes for leaf in rest.values())
-    for name, own in groups.items():
-        new = sum(group.num_rows for group in own if group.sums is None)
-        num_bytes += new * _row_bytes(splits[name])
-    draft = Manifest(
+    num_bytes += sum(leaf.nbytes for leaf in rest.values())
+    manifest = Manifest(
         folder=folder,
         step=step,
         library=__version__,
@@ -155,9 +124,9 @@ def planned(
         is_compressed=is_compressed,
         piece_bytes=piece_bytes,
         files=[],
-        metadata=metadata,
+        text=json.dumps(metadata),
     )
-    return Plan(draft, groups, rest, num_bytes)
+    return Plan(manifest, rest, num_bytes)
 
 
 def _row_bytes(split: Split) -> int:
@@ -226,14 +195,14 @@ def _again(group: Group, traces: np.ndarray | None, save: Save, saves: dict[Save
         return group
     since = np.maximum(before.since, save.since)
     changed = {"folder": save.folder, "since": since, "is_compressed": save.is_compressed}
-    again = saves.setdefault(before, dataclasses.replace(before, **changed))
+    again = saves.setdefault(before, msgspec.structs.replace(before, **changed))
     return now._replace(save=again, sums=None)
 
 
 def _may_continue(base: Member, span: Span, num_rewritten: int) -> bool:
     """Return whether a state with the rows of a span may continue a checkpoint: it has as many
     streams, and it neither lacks newer rows nor has older ones."""
-    if len(base.end) != len(span.end) or len(base.groups.saves) * len(base.end) >= MOST_NUMBERS:
+    if len(base.end) != len(span.end) or len(base.saves) * len(base.end) >= MOST_NUMBERS:
         return False
     end = base.end - num_rewritten
     return bool((end <= span.end).all() and (span.first >= base.first).all())
