@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import jaxreplay as jr
 
 
-class PLR(jr.samplers.PrioritySampler):
+class PLR(jr.samplers.Sampler):
     """Sample levels with P = (1 - staleness) P_score + staleness P_time.
 
     P_score is in proportion to h ** (1 / temperature), where h is 1 / rank, or the score if
@@ -22,7 +22,6 @@ class PLR(jr.samplers.PrioritySampler):
     temperature: float = 0.1
     staleness: float = 0.1
     by_rank: bool = True
-    beta = 0.0  # so that all weights are 1
 
     def init(self, layout):
         return {

@@ -230,8 +230,8 @@ class SampleOptions(TypedDict, total=False):
     are refused, unless they are traced.
 
     Args:
-      beta: float[], at least 0: how far `weight` corrects the bias of prioritized sampling, 0 not
-        at all, 1 fully. Samplers without priorities ignore it. Default: the sampler's.
+      beta: float[], at least 0: how far `weight` corrects the bias of prioritized sampling or of a
+        blend, 0 not at all, 1 fully. Other samplers ignore it. Default: the sampler's.
       n_step: int32[] or int32[B]: number of steps of transitions. Smaller ones than 1 count as 1,
         larger ones than the buffer's as the buffer's. Default: the buffer's.
       gamma: float[] or float[B], in [0, 1]: discount of one step of transitions. Default: the

@@ -251,8 +251,8 @@ MUTATIONS = (
     (
         "an item of a small shard weighs as one of a large shard",
         "distributed/local.py",
-        "weight=weight * (self.num_shards * share)",
-        "weight=weight",
+        "weight=batch.weight * (self.num_shards * share)",
+        "weight=batch.weight",
         "distributed/test_distributed.py",
     ),
     (

@@ -12,7 +12,6 @@ from jaxreplay._util.names import kind_of
 from jaxreplay._util.struct import Static
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.step_checks import as_priority
-from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 from jaxreplay.samplers.shares import (
     check_fractions,
     fractions_of,
@@ -64,7 +63,7 @@ class Mixture(Static):
                     f"{type(buffer).__name__} for the buffer"
                 )
             checks.check_size("Mixture", name, size)
-            if isinstance(buffer.sampler, ConsumingSampler):
+            if buffer.sampler.consumes:
                 raise ValueError(
                     f"Mixture: {name}: {type(buffer.sampler).__name__} consumes rows, which a "
                     "mixture cannot; call buffer.pop(state, key) on that buffer itself"
@@ -155,7 +154,7 @@ class Mixture(Static):
         priority = as_priority("update_priorities", priority, (self.batch_size,))
         states, start = dict(states), 0
         for number, (name, buffer, size) in enumerate(self.members):
-            if isinstance(buffer.sampler, PrioritySampler):
+            if buffer.sampler.has_priorities:
                 part, row = slice(start, start + size), index.row
                 if index.source is not None:
                     part, row = slice(None), jnp.where(index.source == number, row, -1)

@@ -18,12 +18,13 @@ from jaxreplay.buffers.adopt import adopted, merged
 from jaxreplay.buffers.drop import dropped
 from jaxreplay.buffers.map_rows import mapped
 from jaxreplay.buffers.state_checks import check_donated, check_state
-from jaxreplay.samplers import ConsumingSampler, PrioritySampler, Sampler
+from jaxreplay.samplers import Sampler
 from jaxreplay.storage import newest_row, platforms, row_flags, writes
 from jaxreplay.storage.episodes import Episodes
 from jaxreplay.storage.layout import Layout, Window
 from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.storage.state import ReplayState
+from jaxreplay.targets import weights_of
 from jaxreplay.types import Index, Sample, SampleOptions, T
 from jaxreplay.views import RowReader, View, WrappedView
 from jaxreplay.views.view import Outline
@@ -323,7 +324,7 @@ class ReplayBuffer(Static, Generic[T]):
           ValueError: The sampler consumes rows: use `pop`.
           TypeError: There is no key, or the buffer takes no such option.
         """
-        if isinstance(self.sampler, ConsumingSampler):
+        if self.sampler.consumes:
             raise ValueError(
                 f"sample: {type(self.sampler).__name__} consumes rows: state, batch = "
                 "buffer.pop(state, key)"
@@ -355,7 +356,7 @@ class ReplayBuffer(Static, Generic[T]):
           ValueError: The sampler does not consume rows: use `sample`.
           TypeError: The buffer takes no such option.
         """
-        if not isinstance(self.sampler, ConsumingSampler):
+        if not self.sampler.consumes:
             raise ValueError(
                 f"pop: {type(self.sampler).__name__} samples with replacement: batch = "
                 "buffer.sample(state, key)"
@@ -377,23 +378,23 @@ class ReplayBuffer(Static, Generic[T]):
         can_sample = self._can_sample(state, rows)
         sampler, row, probability = self.sampler.sample(state.sampler, rows, key, batch_size)
         # while `can_sample` is False the batch is invalid, so nothing is consumed
-        if isinstance(self.sampler, ConsumingSampler):
+        if self.sampler.consumes:
             kept = lambda new, old: jnp.where(can_sample, new, old)
             sampler = jax.tree.map(kept, sampler, state.sampler)
         is_valid = can_sample & (probability > 0)
-        batch = self._read(state, rows, row, probability, is_valid, key)
+        batch = self._read(state, row, probability, is_valid, key)
         return state.replace(sampler=sampler), batch
 
     def _read(
         self,
         state: ReplayState,
-        rows: Sampleable,
         row: jax.Array,
         probability: jax.Array,
         is_valid: jax.Array,
         key: Key | None,
+        reference: jax.Array | None = None,
     ) -> Sample[T]:
-        """Read the items of rows, int32[...]."""
+        """Read the items of rows, int32[...], with weights as of `weights_of`."""
 
         def item(row: jax.Array, is_valid: jax.Array, words: Any, given: Any) -> Any:
             own = None if words is None else jnp.stack(words)
@@ -410,11 +411,15 @@ class ReplayBuffer(Static, Generic[T]):
             )
         for _ in row.shape:
             item = jax.vmap(item)
+        beta = getattr(self.sampler, "beta", None)
+        weight = is_valid.astype(jnp.float32)
+        if beta is not None:
+            weight = weights_of(probability, is_valid, self.given.get("beta", beta), reference)
         return Sample(
             item(row, is_valid, words, given),
             state.index(row, is_valid),
             jnp.where(is_valid, probability, 0),
-            self.sampler.weight(state.sampler, rows, probability, is_valid, self.given.get("beta")),
+            weight,
             is_valid,
         )
 
@@ -450,12 +455,12 @@ class ReplayBuffer(Static, Generic[T]):
             )
         state = check_state("get", self, state)
         self = step_checks.of_call("get", self, options) if options else self
-        rows, lap = (index.row, index.lap) if isinstance(index, Index) else (index, None)
-        row, is_valid = step_checks.as_rows("get", rows, self.capacity)
-        members = Sampleable.of(state)
-        is_valid &= members.contains(row) & (lap is None or state.index(row).lap == lap)
-        probability = self.sampler.probability(state.sampler, members, row)
-        return self._read(state, members, row, probability, is_valid, key)
+        given, lap = (index.row, index.lap) if isinstance(index, Index) else (index, None)
+        row, is_valid = step_checks.as_rows("get", given, self.capacity)
+        rows = Sampleable.of(state)
+        is_valid &= rows.contains(row) & (lap is None or state.index(row).lap == lap)
+        probability = self.sampler.probability(state.sampler, rows, row)
+        return self._read(state, row, probability, is_valid, key)
 
     def update_priorities(self, state: ReplayState, index: Index, priority: Any) -> ReplayState:
         """Set the priorities of sampled rows, such as absolute TD errors.
@@ -476,12 +481,13 @@ class ReplayBuffer(Static, Generic[T]):
           ValueError: The sampler has no priorities, or an argument has another type or shape.
         """
         state = check_donated("update_priorities", self, state)
-        sampler = self._need_priorities("update_priorities")
+        self._need_priorities("update_priorities")
         if not isinstance(index, Index):
             raise step_checks.no_index("update_priorities", index)
         priority = step_checks.as_priority("update_priorities", priority, jnp.shape(index.row))
         flat = jax.tree.map(lambda leaf: jnp.asarray(leaf).reshape(-1), (index, priority))
-        return state.replace(sampler=sampler.update(state.sampler, Sampleable.of(state), *flat))
+        sampler = self.sampler.update(state.sampler, Sampleable.of(state), *flat)
+        return state.replace(sampler=sampler)
 
     def write(self, state: ReplayState, index: Index, values: Any) -> ReplayState:
         """Overwrite leaves of rows that were sampled: latents, late or relabelled rewards.
@@ -573,7 +579,7 @@ class ReplayBuffer(Static, Generic[T]):
         Raises:
           ValueError: The sampler does not consume rows.
         """
-        if not isinstance(self.sampler, ConsumingSampler):
+        if not self.sampler.consumes:
             raise ValueError(
                 f"can_add: it is for samplers that consume rows, such as Queue; "
                 f"{type(self.sampler).__name__} samples with replacement, so that an add loses "
@@ -818,13 +824,12 @@ class ReplayBuffer(Static, Generic[T]):
             after = after.replace(counters=of_all.put(counters))
         return after.replace(sampler=self.sampler.observe(state.sampler, effect, priority))
 
-    def _need_priorities(self, where: str) -> PrioritySampler:
-        if not isinstance(self.sampler, PrioritySampler):
+    def _need_priorities(self, where: str) -> None:
+        if not self.sampler.has_priorities:
             raise ValueError(
                 f"{where}: the sampler {type(self.sampler).__name__} has no priorities; use "
                 "jaxreplay.prioritized"
             )
-        return self.sampler
 
     def _checked(
         self, where, state, steps, mask, priority, envs=None, is_block=False

@@ -17,11 +17,9 @@ from jaxreplay._util.struct import Static
 from jaxreplay.buffers import step_checks
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import check_state, example_of
-from jaxreplay.samplers import PrioritySampler
 from jaxreplay.samplers.prioritized import SMALLEST
 from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.storage.state import ReplayState
-from jaxreplay.targets import weights_of
 from jaxreplay.types import Index, Sample, SampleOptions, T
 
 
@@ -334,19 +332,13 @@ class Local(Static, Generic[T]):
         is_sampled = (probability > 0) & (share > 0)
         probability = jnp.where(is_sampled, jnp.maximum(probability * share, SMALLEST), 0)
         is_valid = whole.can_sample & is_sampled
-        if isinstance(sampler, PrioritySampler):
-            beta = buffer.given.get("beta", sampler.beta)
-            weight = weights_of(probability, is_valid, beta, whole.reference)
-        else:
-            weight = sampler.weight(state.sampler, rows, probability, is_valid, None)
-
-        batch = buffer._read(state, rows, row, probability, is_valid, key)
+        batch = buffer._read(state, row, probability, is_valid, key, whole.reference)
         is_index = lambda node: isinstance(node, Index)
         among_all = lambda node: (
             node.replace(row=node.row + self._first_row()) if is_index(node) else node
         )
         batch = jax.tree.map(among_all, batch, is_leaf=is_index)
-        return batch.replace(weight=weight * (self.num_shards * share))
+        return batch.replace(weight=batch.weight * (self.num_shards * share))
 
     def _whole(self, state: ReplayState, rows: Sampleable, probability: jax.Array) -> _Whole:
         """Exchange three numbers with the other shards.

@@ -17,7 +17,7 @@ from jaxreplay._util.struct import Static
 from jaxreplay.buffers import memory, step_checks
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.distributed.local import Local, part_of, shard_of
-from jaxreplay.samplers import ConsumingSampler, PrioritySampler, Sampler
+from jaxreplay.samplers import Sampler
 from jaxreplay.storage import platforms, stored_arrays
 from jaxreplay.storage.state import ReplayState
 from jaxreplay.types import Index, Sample, SampleOptions, T
@@ -70,7 +70,7 @@ class Sharded(Static, Generic[T]):
                 f"this is {jax.__version__}"
             )
         sampler = self.buffer.sampler
-        if isinstance(sampler, ConsumingSampler):
+        if sampler.consumes:
             raise ValueError(
                 f"sharded: {type(sampler).__name__} hands out each row once, in an order of all "
                 "rows, which no shard knows; give each device a buffer of its own in a shard_map"
@@ -79,11 +79,6 @@ class Sharded(Static, Generic[T]):
             raise ValueError(
                 f"sharded: {type(sampler).__name__} does not say how probable a shard is: it lacks "
                 "mass(state, sampleable); use jaxreplay.Prioritized() or jaxreplay.Uniform()"
-            )
-        if not _has_known_weights(type(sampler)):
-            raise ValueError(
-                f"sharded: {type(sampler).__name__} has weights of its own, which one shard cannot "
-                "tell; leave out its weight"
             )
         self.local  # noqa: B018, its parts are checked
 
@@ -457,11 +452,6 @@ class Sharded(Static, Generic[T]):
         hint = f"The state must have the leaves of {self.num_shards} shards, as init returns it."
         checks.check_leaves(where, state, jax.tree.map(of_all, own), hint)
         return own
-
-
-def _has_known_weights(sampler: type[Sampler]) -> bool:
-    """Return whether a sampler's weights follow from what the shards exchange."""
-    return sampler.weight in (Sampler.weight, PrioritySampler.weight)
 
 
 def sharded(buffer: ReplayBuffer[T], mesh: Mesh, axis: Any = "data") -> Sharded[T]:

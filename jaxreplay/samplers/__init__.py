@@ -7,12 +7,7 @@ from jaxreplay.samplers.online_queue import OnlineQueue as OnlineQueue
 from jaxreplay.samplers.prioritized import Prioritized as Prioritized
 from jaxreplay.samplers.queue import Queue as Queue
 from jaxreplay.samplers.recent import Recent as Recent
-from jaxreplay.samplers.sampler import (
-    ConsumingSampler as ConsumingSampler,
-    Draw as Draw,
-    PrioritySampler as PrioritySampler,
-    Sampler as Sampler,
-)
+from jaxreplay.samplers.sampler import Draw as Draw, Sampler as Sampler
 from jaxreplay.samplers.sum_tree import SumTree as SumTree, SumTreeState as SumTreeState
 from jaxreplay.samplers.uniform import Uniform as Uniform
 from jaxreplay.samplers.without_replacement import WithoutReplacement as WithoutReplacement

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay.samplers.joined import Joined, is_at_least_0, own
-from jaxreplay.samplers.sampler import ConsumingSampler, Draw, Sampler
+from jaxreplay.samplers.sampler import Draw, Sampler
 from jaxreplay.samplers.shares import check_fractions, fractions_of, given_to_parts, shares, taken
 from jaxreplay.storage.sampleable import Sampleable
 
@@ -56,7 +56,7 @@ class Blend(Joined):
             raise ValueError(f"Blend: two samplers have one name: {[*self.parts]}")
         self._check_parts()
         for name, one, _ in self.members:
-            if isinstance(one, ConsumingSampler):
+            if one.consumes:
                 raise ValueError(
                     f"Blend: {name}: {type(one).__name__} consumes rows, which a part of a batch "
                     "cannot; to sample each new row once, use jaxreplay.OnlineQueue"

@@ -1,5 +1,6 @@
 """Base class of samplers that ask other samplers over the same rows."""
 
+import functools
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any
@@ -9,25 +10,30 @@ import jax.numpy as jnp
 
 from jaxreplay._util.aliases import PyTree
 from jaxreplay._util.checks import check_part
-from jaxreplay.samplers.sampler import PrioritySampler, Sampler
+from jaxreplay.samplers.sampler import Sampler
 from jaxreplay.storage.layout import Layout, Window
 from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.storage.writes import WriteEffect
 from jaxreplay.types import Index
 
 
-class Joined(PrioritySampler):
+class Joined(Sampler):
     """Base class of samplers that ask other samplers, `parts`.
 
     The state is a dict by name of the states of those parts that have one.
     """
 
-    beta: float | None = None  # type: ignore[assignment]
+    beta: float | None = None
 
     @property
     def parts(self) -> dict[str, Sampler]:
         """Samplers by name."""
         raise NotImplementedError
+
+    @functools.cached_property
+    def has_priorities(self) -> bool:
+        """True if a part has priorities."""
+        return any(one.has_priorities for one in self.parts.values())
 
     def _stateful(self) -> dict[str, Sampler]:
         return {name: one for name, one in self.parts.items() if one.identity() is not None}
@@ -49,7 +55,7 @@ class Joined(PrioritySampler):
             if "." in name or ":" in name:
                 raise ValueError(f"{where}: {name}: a name must have no dot and no colon")
         if self.beta is None:
-            known = [one.beta for one in self._with_priorities().values()]
+            known = [getattr(one, "beta", 0.0) for one in self.parts.values() if one.has_priorities]
             object.__setattr__(self, "beta", known[0] if known else 0.0)
         if not is_at_least_0(self.beta):
             raise ValueError(
@@ -72,9 +78,8 @@ class Joined(PrioritySampler):
         self, state: PyTree, effect: WriteEffect | None, priority: jax.Array | None
     ) -> PyTree:
         """Return the state after a write. Priorities are for the parts that have them."""
-        takers = self._takers() if priority is not None else {}
         return {
-            name: one.observe(state[name], effect, priority if name in takers else None)
+            name: one.observe(state[name], effect, priority if one.has_priorities else None)
             for name, one in self._stateful().items()
         }
 
@@ -132,28 +137,11 @@ class Joined(PrioritySampler):
         self, state: PyTree, sampleable: Sampleable, index: Index, priority: jax.Array
     ) -> PyTree:
         """Return the state with new priorities in each part that has them."""
-        new = {
-            name: one.update(state[name], sampleable, index, priority)
-            for name, one in self._takers().items()
-            if name in state
-        }
-        return {**state, **new}
-
-    def _takers(self) -> dict[str, PrioritySampler]:
-        found = self._with_priorities()
-        if not found:
-            raise ValueError(
-                f"{type(self).__name__}: none of its samplers has priorities "
-                f"({', '.join(self.parts)}); one must be a jaxreplay.Prioritized(...)"
-            )
-        return found
-
-    def _with_priorities(self) -> dict[str, PrioritySampler]:
         return {
-            name: one
-            for name, one in self.parts.items()
-            if isinstance(one, PrioritySampler)
-            and (not isinstance(one, Joined) or one._with_priorities())
+            name: one.update(state[name], sampleable, index, priority)
+            if one.has_priorities
+            else state[name]
+            for name, one in self._stateful().items()
         }
 
     def metrics(self, state: PyTree, sampleable: Sampleable) -> dict[str, jax.Array]:

@@ -8,13 +8,7 @@ from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay._util.checks import check_size
 from jaxreplay.samplers.joined import Joined, own
 from jaxreplay.samplers.queue import EveryNth
-from jaxreplay.samplers.sampler import (
-    ConsumingSampler,
-    Draw,
-    Sampler,
-    of_class,
-    uniform_probability,
-)
+from jaxreplay.samplers.sampler import Draw, Sampler, of_class, uniform_probability
 from jaxreplay.samplers.shares import spread
 from jaxreplay.samplers.uniform import Uniform
 from jaxreplay.storage import ring
@@ -23,7 +17,7 @@ from jaxreplay.storage.sampleable import Sampleable
 _FOR_PLACES = 3  # the purpose of these random bits; the buffer has 0 and 1, a blend 2
 
 
-class OnlineQueue(Joined, ConsumingSampler):
+class OnlineQueue(Joined):
     """Sample each new row once, the oldest first, and fill the rest of each batch by another
     sampler.
 
@@ -71,7 +65,7 @@ class OnlineQueue(Joined, ConsumingSampler):
     def _check(self) -> None:
         check_size("OnlineQueue", "period", self.period)
         self._check_parts()
-        if isinstance(self.sampler, ConsumingSampler):
+        if self.sampler.consumes:
             raise ValueError(
                 f"OnlineQueue: sampler: {type(self.sampler).__name__} consumes rows itself; give "
                 "one that samples with replacement, such as jaxreplay.Uniform()"

@@ -14,7 +14,7 @@ import numpy as np
 from jaxreplay._util import random
 from jaxreplay._util.aliases import Key
 from jaxreplay._util.struct import Node
-from jaxreplay.samplers.sampler import Draw, PrioritySampler
+from jaxreplay.samplers.sampler import Draw, Sampler
 from jaxreplay.samplers.sum_tree import SumTree, SumTreeState
 from jaxreplay.storage import ring
 from jaxreplay.storage.layout import Layout, Window
@@ -42,7 +42,7 @@ class PrioritizedState(Node):
     num_stale_updates: jax.Array
 
 
-class Prioritized(PrioritySampler):
+class Prioritized(Sampler):
     """Sample rows in proportion to priority ** alpha.
 
     With the priority p_i of each of the n sampleable rows, item b of B is row i with probability
@@ -368,7 +368,7 @@ def _give(
 
 def live_rows(sampleable: Sampleable, index: Index) -> tuple[jax.Array, jax.Array]:
     """Return the rows of an index, 0 for those out of range, int32[B]; and whether each index is
-    live, as `PrioritySampler.update` defines it, bool[B].
+    live, as `Sampler.update` defines it, bool[B].
 
     Args:
       sampleable: The sampleable rows.

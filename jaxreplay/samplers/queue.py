@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxreplay._util.aliases import Key
 from jaxreplay._util.checks import check_size
 from jaxreplay._util.struct import Node
-from jaxreplay.samplers.sampler import ConsumingSampler, Draw, plus
+from jaxreplay.samplers.sampler import Draw, Sampler, plus
 from jaxreplay.storage import ring
 from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.sampleable import Sampleable
@@ -30,7 +30,7 @@ class QueueState(Node):
     is_cleared: jax.Array
 
 
-class Queue(ConsumingSampler):
+class Queue(Sampler):
     """Consume every sampleable row once, or `max_uses` times, the oldest first. Envs take turns.
 
     A batch takes equally many rows from each env, or all that the env has. If they do not divide

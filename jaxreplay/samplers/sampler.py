@@ -12,6 +12,7 @@ A sampler sees which rows are sampleable, and never the stored data. Its methods
     sampleable.layout            sizes of the buffer; `split(row)` gives each row's env and position
 """
 
+import functools
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -23,7 +24,6 @@ from jaxreplay._util.struct import Static
 from jaxreplay.storage.layout import Layout, Window
 from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.storage.writes import WriteEffect
-from jaxreplay.targets import weights_of
 from jaxreplay.types import Index
 
 
@@ -47,8 +47,15 @@ class Sampler(Static):
     """Base class of samplers: frozen, hashable configuration with pure methods.
 
     Implement `sample` and `probability`. The other methods have defaults for a sampler that has no
-    state, works with every view, and samples from all sampleable rows. For priorities, subclass
-    `PrioritySampler`; to consume rows, subclass `ConsumingSampler`.
+    state, works with every view, and samples from all sampleable rows.
+
+    A sampler that implements `update` has priorities. With it `add` and `extend` take `priority`,
+    and the buffer has `update_priorities`. If it has a `beta`, such as `beta: float = 0.4`, this
+    is the exponent of importance weights, which a call of `buffer.sample` may override. By default
+    all weights are 1.
+
+    A sampler that implements `can_add` consumes rows. Its `sample` returns a new state, which marks
+    the rows as consumed. The buffer has `pop` instead of `sample`.
 
     A subclass is a dataclass. Its parameters are annotated fields with hashable Python values, such
     as `decay: float = 0.9`. They are static under `jit`. A call of `buffer.sample` may give those
@@ -90,6 +97,16 @@ class Sampler(Static):
     """
 
     counts: ClassVar[tuple[str, ...]] = ()
+
+    @functools.cached_property
+    def has_priorities(self) -> bool:
+        """True if the sampler has priorities: it implements `update`."""
+        return type(self).update is not Sampler.update
+
+    @functools.cached_property
+    def consumes(self) -> bool:
+        """True if the sampler consumes rows: it implements `can_add`."""
+        return type(self).can_add is not Sampler.can_add
 
     def window(self, window: Window) -> Window:
         """Return the rows around a candidate that must be stored before it can be sampled.
@@ -159,8 +176,7 @@ class Sampler(Static):
             write may have changed. None if the window is unbounded.
           priority: float32[K, E], the priorities given to `add`. They may be NaN or negative, and
             mean nothing where `is_written` is False. Final rows that `autoreset="same_step"` adds
-            have 0. None if `add` was given none, and always unless the sampler is a
-            `PrioritySampler`.
+            have 0. None if `add` was given none, and always unless the sampler has priorities.
 
         Returns:
           The new state. By default `state`.
@@ -289,30 +305,6 @@ class Sampler(Static):
             f"{type(self).__name__}: a sampler must implement probability(state, sampleable, row)"
         )
 
-    def weight(
-        self,
-        state: PyTree,
-        sampleable: Sampleable,
-        probability: jax.Array,
-        is_valid: jax.Array,
-        beta: jax.Array | float | None,
-    ) -> jax.Array:
-        """Return the weight of each item in the loss, `batch.weight`.
-
-        Args:
-          state: The sampler's state.
-          sampleable: The sampleable rows.
-          probability: float32[...], the probability of each item's row.
-          is_valid: bool[...], whether each item is valid.
-          beta: number[], the exponent of importance weights, may be traced. None stands for the
-            sampler's default.
-
-        Returns:
-          float32[...], 0 where not valid. By default 1 where valid.
-        """
-        del state, sampleable, probability, beta
-        return is_valid.astype(jnp.float32)
-
     def mass(self, state: PyTree, sampleable: Sampleable) -> jax.Array:
         """Return what a shard of a buffer is sampled in proportion to.
 
@@ -348,15 +340,6 @@ class Sampler(Static):
         del state, sampleable
         return {}
 
-
-class PrioritySampler(Sampler):
-    """Base class of samplers with priorities, which also implement `update`.
-
-    With it `add` and `extend` take `priority`, and the buffer has `update_priorities`.
-    """
-
-    beta = 1.0  # the exponent of importance weights by default
-
     def update(
         self, state: PyTree, sampleable: Sampleable, index: Index, priority: jax.Array
     ) -> PyTree:
@@ -381,27 +364,6 @@ class PrioritySampler(Sampler):
             f"{type(self).__name__}: a sampler with priorities must implement "
             "update(state, sampleable, index, priority)"
         )
-
-    def weight(
-        self,
-        state: PyTree,
-        sampleable: Sampleable,
-        probability: jax.Array,
-        is_valid: jax.Array,
-        beta: jax.Array | float | None,
-    ) -> jax.Array:
-        """Return importance weights, `(reference / probability) ** beta`, with the smallest
-        probability of the batch as the reference. By default beta is that of the sampler."""
-        del state, sampleable
-        return weights_of(probability, is_valid, self.beta if beta is None else beta)
-
-
-class ConsumingSampler(Sampler):
-    """Base class of samplers that consume rows, which also implement `can_add`.
-
-    Its `sample` returns a new state, which marks the rows as consumed. The buffer has `pop` instead
-    of `sample`.
-    """
 
     def can_add(self, state: PyTree, sampleable: Sampleable, num_rows: int) -> jax.Array:
         """Return whether more rows can be written without overwriting rows still to be consumed.

@@ -8,7 +8,7 @@ from jaxreplay._util import random
 from jaxreplay._util.aliases import Key
 from jaxreplay._util.struct import Node
 from jaxreplay.samplers.permutation import permute
-from jaxreplay.samplers.sampler import ConsumingSampler, Draw, uniform_probability
+from jaxreplay.samplers.sampler import Draw, Sampler, uniform_probability
 from jaxreplay.storage import ring
 from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.platforms import Traits
@@ -29,7 +29,7 @@ class WithoutReplacementState(Node):
     num_rows: jax.Array
 
 
-class WithoutReplacement(ConsumingSampler):
+class WithoutReplacement(Sampler):
     """Sample every sampleable row at most once a pass. Each pass has a new random order, which is
     computed, not stored.
 

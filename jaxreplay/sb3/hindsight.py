@@ -17,7 +17,6 @@ from stable_baselines3.her.her_replay_buffer import HerReplayBuffer as TheirHerR
 
 from jaxreplay._util import checks, transfers
 from jaxreplay._util.aliases import PyTree
-from jaxreplay.samplers import PrioritySampler
 from jaxreplay.sb3.base import DropInBuffer
 from jaxreplay.sb3.batch import SB3View
 from jaxreplay.sb3.buffers import PrioritizedReplayBuffer, PrioritizedSamples
@@ -267,7 +266,7 @@ def _draw(num_own: int, num_new: int) -> Any:
     [B, ...], row int32[B], and with priorities the index and the probability of each."""
 
     def drawn(buffer: Any, state: Any, draw: Any) -> Any:
-        has_priorities = isinstance(buffer.sampler, PrioritySampler)
+        has_priorities = buffer.sampler.has_priorities
 
         def part(ratio, size):
             view = dataclasses.replace(buffer.view, relabel_fraction=ratio)

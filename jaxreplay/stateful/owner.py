@@ -25,7 +25,6 @@ from jaxreplay.buffers.state_checks import example_of as step_example
 from jaxreplay.host.arrays import OUTSIDE, Block, Format, example_of, number_of
 from jaxreplay.host.staging import BlockLengths, Staging
 from jaxreplay.inspection.resets import FinalObsWatch, ResetWatch
-from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 from jaxreplay.stateful.places import OnDevice, OnHost, Pending, key_of, sampled
 from jaxreplay.storage.platforms import default_device
 from jaxreplay.types import Sample
@@ -413,7 +412,7 @@ class StateOwner(Owner):
             axes = () if envs is None else (len(numbers),)
         if mask is not None or priority is not None:
             may_mask = self.buffer.allow_mask if numbers is None else axes
-            has_priorities = isinstance(self.buffer.sampler, PrioritySampler)
+            has_priorities = self.buffer.sampler.has_priorities
             for array, may, kinds in ((mask, may_mask, "b"), (priority, has_priorities, "fiu")):
                 is_plain = type(array) is np.ndarray and array.shape == axes and may
                 if array is not None and not (is_plain and array.dtype.kind in kinds):
@@ -591,15 +590,15 @@ class StateOwner(Owner):
     ) -> Sample | None:
         """Sample a batch, or return None if the buffer cannot sample.
 
-        Unless `consume` is False, a `ConsumingSampler` removes the batch's rows from the state. The
-        steps that wait are added by the same program.
+        Unless `consume` is False, a sampler that consumes rows removes the batch's from the state.
+        The steps that wait are added by the same program.
         """
         checks.check_size("sample", "batch_size", batch_size)
         self.check_not_lost()
         is_own = options.get("fractions") is None  # else other parts of a blend give the items
         if not self.has_example or (self._can_sample is False and is_own):
             return None
-        consumes = consume and isinstance(self.buffer.sampler, ConsumingSampler)
+        consumes = consume and self.buffer.sampler.consumes
         batch, can_sample = self.place.sample(self, batch_size, options, consume, consumes)
         if self._can_sample is None and is_own:  # the device is waited for once after each change
             self._can_sample = bool(can_sample)

@@ -14,7 +14,6 @@ from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import is_alive
 from jaxreplay.buffers.step_checks import of_call
 from jaxreplay.buffers.tiered import Tiered
-from jaxreplay.samplers import ConsumingSampler
 from jaxreplay.storage.platforms import default_device
 from jaxreplay.types import Sample
 
@@ -193,7 +192,7 @@ class OnHost(OnDevice):
         given = owner.draws.next, options
         if consumes:
             return owner.change(_pop_plan, *given, batch_size=batch_size)
-        is_queue = isinstance(self.buffer.sampler, ConsumingSampler)
+        is_queue = self.buffer.sampler.consumes
         what = "pop" if is_queue else "sample"
         return owner.ask(_sample_plan, *given, what=what, batch_size=batch_size)
 
@@ -277,10 +276,15 @@ def _add_and_sample(
     return state, (batch, can_sample)
 
 
+def consumes_rows(buffer: Any) -> bool:
+    """Return whether samples consume rows: not those of a mixture."""
+    return getattr(getattr(buffer, "sampler", None), "consumes", False)
+
+
 def sampled(buffer: Any, state: Any, draw: Any, options: Any, **size: int) -> tuple[Any, Sample]:
     """Return the state after a batch, and the batch."""
     key = key_of(draw)
-    if isinstance(getattr(buffer, "sampler", None), ConsumingSampler):
+    if consumes_rows(buffer):
         return buffer.pop(state, key, **size, **options)
     return state, buffer.sample(state, key, **size, **options)
 

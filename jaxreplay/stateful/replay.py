@@ -27,11 +27,11 @@ from jaxreplay.host.arrays import Block, owned
 from jaxreplay.inspection import Inspection, inspect
 from jaxreplay.inspection.contents import resets_of
 from jaxreplay.inspection.lag import LagWatch
-from jaxreplay.samplers import ConsumingSampler, OnlineQueue
+from jaxreplay.samplers import OnlineQueue
 from jaxreplay.stateful.actor_host import ActorHost
 from jaxreplay.stateful.lock import Monitor
 from jaxreplay.stateful.owner import Draws, MixtureOwner, StateOwner
-from jaxreplay.stateful.places import OnDevice, OnHost
+from jaxreplay.stateful.places import OnDevice, OnHost, consumes_rows
 from jaxreplay.stateful.rate_limiter import RatioLimiter
 from jaxreplay.storage.episodes import Episodes
 from jaxreplay.storage.state import ReplayState
@@ -457,7 +457,7 @@ class Replay:
             with transfers.allowed():  # in the `try`: an interrupt of its end keeps the batch
                 return host_arrays.to_framework(self.framework, self._owner.finished(batch))
         except BaseException:
-            if batch is not None and consume and self._consumes:
+            if batch is not None and consume and consumes_rows(self.buffer):
                 self._drawn.appendleft(batch)  # its rows are consumed: the next call returns them
             raise
 
@@ -525,10 +525,6 @@ class Replay:
             owner.check_begun("map_rows")
             call = functools.partial(owner.place.method("map_rows"), block=block)
             self._changing(owner.change, call, function, *owner.put(arguments))
-
-    @property
-    def _consumes(self) -> bool:
-        return isinstance(getattr(self.buffer, "sampler", None), ConsumingSampler)
 
     def get(self, index: Any, *, member: str | None = None) -> Sample:
         """Read rows that were sampled before, as `ReplayBuffer.get` does.

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from devices import Compiled, compiled
 
 import jaxreplay as jr
-from jaxreplay.samplers import PrioritySampler
 from jaxreplay.storage import platforms
 
 NUM_ENVS, STEPS, NUM_ROWS, NUM_IMAGES = 64, 100, 1_000_000 // 64 * 64, 102_400
@@ -192,7 +191,7 @@ def programs(case: Case, platform: str, batch_size: int) -> dict[str, Program]:
             (state, batch.index, batch.probability),
             0,
         )
-    if isinstance(buffer.sampler, PrioritySampler):
+    if buffer.sampler.has_priorities:
         found["update"] = (buffer.update_priorities, (state, batch.index, batch.probability), 0)
     return found
 
@@ -200,7 +199,7 @@ def programs(case: Case, platform: str, batch_size: int) -> dict[str, Program]:
 def iteration(buffer: Any, carry: Any, step: Any, key: Any) -> Any:
     state = buffer.add(carry[0], step)
     batch = buffer.sample(state, key)
-    if isinstance(buffer.sampler, PrioritySampler):
+    if buffer.sampler.has_priorities:
         state = buffer.update_priorities(state, batch.index, jnp.abs(batch.experience.reward))
     return state, batch
 

@@ -20,7 +20,6 @@ from programs import CASES, NUM_ENVS
 from test_programs import bytes_of, copies
 
 import jaxreplay as jr
-from jaxreplay.samplers import PrioritySampler
 from tests.support.hlo import sent
 
 D, BATCH_SIZE = 4, 256
@@ -47,14 +46,14 @@ def compiled(buffer, case):
             state = buffer.add(state, step)
             batch = buffer.sample(state, key)
             reward = jnp.abs(batch.experience.reward)
-            if isinstance(buffer.buffer.sampler, PrioritySampler):
+            if buffer.buffer.sampler.has_priorities:
                 state = buffer.update_priorities(state, batch.index, reward)
             return state, reward.sum()
 
         return jax.lax.scan(iteration, state, jax.random.split(key, 100))
 
     calls = {"add": (buffer.add, (state, step), 0), "sample": (buffer.sample, (state, key), ())}
-    if isinstance(buffer.buffer.sampler, PrioritySampler):
+    if buffer.buffer.sampler.has_priorities:
         given = (state, batch.index, batch.probability)
         calls["update"] = (buffer.update_priorities, given, 0)
     calls["loop"] = (loop, (state, step, key), 0)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
-from jaxreplay.samplers import PrioritySampler
 from jaxreplay.storage import ring, row_flags, stored_arrays
 from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.views import SequenceView
@@ -131,7 +130,7 @@ def fed(buffer, history, priority):
         operations,
         steps,
         mask if buffer.allow_mask else None,
-        priority if isinstance(buffer.sampler, PrioritySampler) else None,
+        priority if buffer.sampler.has_priorities else None,
     )
 
 
@@ -204,7 +203,7 @@ def test_it_is_as_if_the_buffer_had_been_fed_with_the_same_steps(form):
         r = np.random.default_rng(seed)
         history = history_of(r, form, old.allow_mask and new.allow_mask, clears=seed % 3 == 2)
         priority = r.choice([0.0, 0.5, 1.0, 3.0], (TIME, NUM_ENVS)).astype(np.float32)
-        if not isinstance(old.sampler, PrioritySampler):
+        if not old.sampler.has_priorities:
             priority = None
         before, wanted = (fed(buffer, history, priority) for buffer in (old, new))
         got = adopting(new)(before)
@@ -254,7 +253,7 @@ def check_alike(old, new, before, got, wanted):
         if "ends" in mine and old.length >= new.length:
             assert bits((mine["ends"], mine["whole"])) == bits((its_own["ends"], its_own["whole"]))
             kinds.add("ends")
-        if isinstance(new.sampler, PrioritySampler):
+        if new.sampler.has_priorities:
             check_mass(old, new, its[name], mine, its_own, got)
             kinds.add("mass")
     if is_known and same_period and is_there and old.length >= new.length:
@@ -263,19 +262,17 @@ def check_alike(old, new, before, got, wanted):
 
 
 def check_mass(old, new, its, mine, expected, got):
-    if isinstance(old.sampler, PrioritySampler) and np.isnan(its["mass"]):
+    if old.sampler.has_priorities and np.isnan(its["mass"]):
         # the old buffer could not sample it, so it has no priority
         largest = float(got.sampler.max_priority) ** new.sampler.alpha
         np.testing.assert_allclose(mine["mass"], largest, rtol=1e-5)
-    elif not (isinstance(old.sampler, PrioritySampler) and old.sampler.alpha == 0):
+    elif not (old.sampler.has_priorities and old.sampler.alpha == 0):
         np.testing.assert_allclose(mine["mass"], expected["mass"], rtol=1e-5)
 
 
 def check_draws(new, got, wanted):
     """Check samples under fixed keys."""
-    if isinstance(new.sampler, PrioritySampler) and bits(got.sampler.tree) != bits(
-        wanted.sampler.tree
-    ):
+    if new.sampler.has_priorities and bits(got.sampler.tree) != bits(wanted.sampler.tree):
         return set()
     for seed in range(3):
         batches = [jitted_draw(new)(state, jax.random.key(seed)) for state in (got, wanted)]

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
-from jaxreplay.samplers import PrioritySampler
 from tests.conftest import ALL
 from tests.support import programs
 from tests.support.buffers import CATALOG, FEW, KINDS, draw, each, everything, jitted, jitted_draw
@@ -44,7 +43,7 @@ def test_jit_equals_eager(case):
     buffer, key = case.replay(), jax.random.key(3)
     state, index = case.filled(buffer), jr.types.Index(row=np.arange(8), lap=np.zeros(8, np.uint32))
     calls = [("add", nth(programs.given(case, buffer), 0))]
-    if isinstance(buffer.sampler, PrioritySampler):
+    if buffer.sampler.has_priorities:
         calls.append(("update_priorities", (index, np.linspace(0, 4, 8, dtype=np.float32))))
     for name, given in calls:
         assert_same(jitted(buffer, name)(state, *given), getattr(buffer, name)(state, *given))
@@ -113,7 +112,7 @@ def test_extend_equals_add_for_each_step(case):
             everything(buffer)(state, 1),
             state.replace(rows=state.rows.replace(steps=()), sampler=()),
         ]
-        if isinstance(buffer.sampler, PrioritySampler):
+        if buffer.sampler.has_priorities:
             found += [state.sampler.tree.sums[0], state.sampler.replace(tree=())]
         return found
 
@@ -140,7 +139,7 @@ def test_weights_are_those_that_the_probabilities_give(case):
     found, sampler = found_of(case), case.replay().sampler
     rows, batch = found["get"], found["draw"]
     probability = rows.probability.astype(np.float64)
-    if not isinstance(sampler, PrioritySampler):
+    if not sampler.has_priorities:
         np.testing.assert_array_equal(rows.weight, rows.is_valid)
         np.testing.assert_array_equal(batch.weight, batch.is_valid)
         return
@@ -155,7 +154,7 @@ def test_weights_are_those_that_the_probabilities_give(case):
 def test_metrics_are_there_and_finite(case):
     buffer = case.replay()
     names = {"size", "fill"}
-    if isinstance(buffer.sampler, PrioritySampler):
+    if buffer.sampler.has_priorities:
         names |= {"max_priority", "num_bad_priorities", "num_stale_updates"}
     if buffer.allow_write:
         names |= {"num_ignored_writes"}

@@ -11,7 +11,7 @@ import pytest
 
 import jaxreplay as jr
 from jaxreplay._util.struct import Node
-from jaxreplay.samplers import Draw, PrioritySampler
+from jaxreplay.samplers import Draw, Sampler
 from jaxreplay.samplers.sum_tree import SumTree, SumTreeState
 from tests.buffers import test_contract, test_in_place
 from tests.checkpoint import test_changed_buffer, test_checkpoint
@@ -25,7 +25,7 @@ class Counts(Node):
     count: jax.Array  # float32[N]: updates of each row
 
 
-class LeastLearned(PrioritySampler):
+class LeastLearned(Sampler):
     """Sample rows in proportion to 1 / (1 + n), where n is the row's number of updates. The given
     priorities are ignored."""
 

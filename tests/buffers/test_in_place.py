@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
-from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 from tests.conftest import ALL
 from tests.support.buffers import CATALOG, FEW, each
 from tests.support.hlo import check_in_place, compiled, large_temporaries
@@ -28,8 +27,8 @@ def of_case(case, capacity):
     step, some = (case.step(), *case.mask(buffer, 0)), nth(case.step(), [2, 0])
     block, envs = (case.step(3, time=STEPS), *case.mask(buffer, 3, STEPS)), np.int32([2, 0])
     index = jr.types.Index(row=np.zeros(8, np.int32), lap=np.zeros(8, np.uint32))
-    consumes = isinstance(buffer.sampler, ConsumingSampler)
-    has_priorities = isinstance(buffer.sampler, PrioritySampler)
+    consumes = buffer.sampler.consumes
+    has_priorities = buffer.sampler.has_priorities
     is_lockstep = buffer.layout().lockstep
 
     def fused(state, key):

@@ -363,7 +363,7 @@ USING = {
     "blended.sample(blended_state, key, fractions={'a': np.ones(2)})": """
         Blend: each fraction must be one number, got (2,)""",
     "blended.update_priorities(blended_state, batch.index, np.ones(4))": """
-        Blend: none of its samplers has priorities (a)""",
+        update_priorities: the sampler Blend has no priorities""",
     # Functions that need values, at init, and new rewards that the stored dtype cannot hold.
     "relabel(ZEROS[0], lambda *goals: -np.linalg.norm(goals[0] - goals[1]))": """
         Hindsight: reward_fn needs the values of its arguments

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
-from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 from jaxreplay.storage.host_rows import HostRows
 from tests.conftest import ALL, SOAK
 from tests.support.buffers import CATALOG, bits, each
@@ -59,7 +58,7 @@ def test_adopted_rows_are_read_as_on_the_device(case):
     mine, read = tier.adopt(jax.tree.map(jnp.copy, theirs)), jax.jit(tier.read)
     draw, pop, get = (jax.jit(getattr(tier, name)) for name in ("draw", "pop", "get"))
     for key in jax.random.split(jax.random.key(0), 3):
-        if isinstance(whole.sampler, ConsumingSampler):
+        if whole.sampler.consumes:
             (mine, plan), (theirs, batch) = pop(mine, key), buffer.pop(theirs, key)
         else:
             plan, batch = draw(mine, key), buffer.sample(theirs, key)
@@ -72,7 +71,7 @@ def test_adopted_rows_are_read_as_on_the_device(case):
 def test_batches_are_those_of_a_buffer_on_the_device(case, tmp_path):
     """Also after the rows went to a buffer on the device and came back. Those in files are there
     right after a drop, too."""
-    whole, consumes = case.replay(), isinstance(case.replay().sampler, ConsumingSampler)
+    whole, consumes = case.replay(), case.replay().sampler.consumes
     host, files = jr.tiered(whole), jr.tiered(whole, rows=tmp_path, continue_streams=True)
     buffer, tiers = jr.jit(whole), (host, files)
     states = [buffer.init(case.example()) for _ in range(3)]
@@ -109,7 +108,7 @@ def test_batches_are_those_of_a_buffer_on_the_device(case, tmp_path):
         for index in indices[-2:]:  # some rows of the earlier turn are overwritten
             plans = [get(state, index, key) for state in states[:2]]
             check(plans, buffer.get(states[2], index, key))
-        if isinstance(whole.sampler, PrioritySampler):
+        if whole.sampler.has_priorities:
             priority = rng.random(8).astype(np.float32)
             states[:2] = [update(state, batch.index, priority) for state in states[:2]]
             states[2] = buffer.update_priorities(states[2], batch.index, priority)
@@ -152,9 +151,7 @@ def told(buffer):
         counted = [getattr(state.counters, name) for name in ("position", "lap", "filled")]
         rows = np.arange(buffer.capacity, dtype=np.int32)
         # with a period, other transitions may be candidates, and rows may be consumed again
-        is_same = state.layout.window.period == 1 and not isinstance(
-            buffer.sampler, ConsumingSampler
-        )
+        is_same = state.layout.window.period == 1 and not buffer.sampler.consumes
         size = buffer.size(state) if is_same else 0
         return counted, state.is_written(rows), size, state.index(rows)
 

@@ -12,7 +12,6 @@ from tests.support.buffers import CATALOG, KINDS
 from tests.conftest import ALL, SOAK
 
 import jaxreplay as jr
-from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 
 for case in CATALOG if ALL else KINDS:
     replay = case.replay()
@@ -23,11 +22,11 @@ for case in CATALOG if ALL else KINDS:
         state = replay.extend(
             replay.add(state, step, *mask), case.step(1, 3), *case.mask(replay, 1, 3)
         )
-        if isinstance(replay.sampler, ConsumingSampler):
+        if replay.sampler.consumes:
             state, batch = replay.pop(state, key)
         else:
             batch = replay.sample(state, key)
-        if isinstance(replay.sampler, PrioritySampler):
+        if replay.sampler.has_priorities:
             state = replay.update_priorities(state, batch.index, jnp.linspace(0.1, 1.0, 8))
         return state, (
             batch,

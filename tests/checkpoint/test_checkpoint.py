@@ -20,7 +20,6 @@ import pytest
 import jaxreplay as jr
 from jaxreplay import checkpoint
 from jaxreplay.checkpoint import Checkpointer, groups, rows
-from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 from jaxreplay.storage.layout import NUM_PARTS
 from jaxreplay.storage.writes import trace_of
 from tests.checkpoint.runs import SUPPORT, check_intact, files_of, groups_of
@@ -43,11 +42,11 @@ def go_on(case, replay, num_steps):
         step, mask, seed = given
         state = replay.add(state, step, *mask)
         key = jax.random.key(seed)
-        if isinstance(replay.sampler, ConsumingSampler):
+        if replay.sampler.consumes:
             state, batch = replay.pop(state, key)
         else:
             batch = replay.sample(state, key)
-        if isinstance(replay.sampler, PrioritySampler):
+        if replay.sampler.has_priorities:
             priority = jax.random.uniform(key, batch.probability.shape)
             state = replay.update_priorities(state, batch.index, priority)
         return state, (batch, replay.size(state))

@@ -11,7 +11,6 @@ import pytest
 from jaxreplay import checkpoint
 from jaxreplay.__main__ import main
 from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError, PathInUseError
-from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 from tests.checkpoint.runs import files_of, groups_of, quiet, span_of
 from tests.conftest import ALL
 from tests.support.buffers import (
@@ -234,13 +233,13 @@ def test_what_is_salvaged_is_as_it_was(case, tmp_path):
     num_same = 0
     for row in (one for one in left if is_far(*one)):
         both = [nth((one.experience, one.is_valid), place(*row)) for one in (was, now)]
-        if not isinstance(buffer.sampler, ConsumingSampler):
+        if not buffer.sampler.consumes:
             assert both[0][1] == both[1][1]
         if both[1][1]:
             assert bits(both[0]) == bits(both[1])
             num_same += 1
     assert num_same > 5
-    if isinstance(buffer.sampler, PrioritySampler):  # ratios of priorities are unchanged
+    if buffer.sampler.has_priorities:  # ratios of priorities are unchanged
         is_both = (was.probability > 0) & (now.probability > 0)
         ratio = now.probability[is_both] / was.probability[is_both]
         np.testing.assert_allclose(ratio, ratio[0], rtol=1e-4)
@@ -248,13 +247,13 @@ def test_what_is_salvaged_is_as_it_was(case, tmp_path):
     more = fed(case, buffer, 5, got)
     for key in range(3):
         batch = jitted_draw(buffer)(more, jax.random.key(key))
-        assert np.asarray(batch.is_valid).all() or isinstance(buffer.sampler, ConsumingSampler)
+        assert np.asarray(batch.is_valid).all() or buffer.sampler.consumes
 
 
 def fed(case, buffer, block, state=None):
     """Return a state after ten more steps, with random priorities where the sampler has any."""
     state = jitted(buffer, "init")(case.example()) if state is None else state
     given = [case.step(block, time=10), *(case.mask(buffer, block, 10) or [None])]
-    if isinstance(buffer.sampler, PrioritySampler):
+    if buffer.sampler.has_priorities:
         given.append(np.random.default_rng(block).random((10, NUM_ENVS), np.float32))
     return jitted(buffer, "extend")(state, *given)

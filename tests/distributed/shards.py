@@ -9,7 +9,6 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxreplay as jr
-from jaxreplay.samplers import PrioritySampler
 from tests.conftest import ALL, SOAK
 from tests.distributed import common
 from tests.distributed.common import (
@@ -47,7 +46,7 @@ def life(case, buffer, given, key, largest=lambda priority: priority):
     batch = buffer.sample(state, key)
     found |= {"filled": state, "batch": batch}
     found |= {"size": buffer.size(state), "can_sample": buffer.can_sample(state)}
-    if isinstance(whole.sampler, PrioritySampler):
+    if whole.sampler.has_priorities:
         state = buffer.update_priorities(state, batch.index, priority)
         top = largest(state.sampler.max_priority)
         state = state.replace(sampler=state.sampler.replace(max_priority=top))
@@ -191,13 +190,6 @@ def test_all_shards_know_the_largest_priority():
     assert figures["num_stale_updates"] == (~is_valid).sum() + 64
 
 
-class Heavy(jr.Prioritized):
-    """Weights that one shard cannot tell."""
-
-    def weight(self, state, sampleable, probability, is_valid, beta):
-        return is_valid.astype(jnp.float32)
-
-
 class Latest(jr.samplers.Sampler):
     """No word on how probable a shard is."""
 
@@ -215,7 +207,6 @@ def test_what_cannot_be_sharded_is_refused():
     check("batch_size=2 cannot .*; 4 can", batch_size=2)
     check("the mesh has no axis 'x', but 'data'", mesh, "x")
     check(r"mesh must be a jax\.sharding\.Mesh", 4)
-    check("has weights of its own", sampler=Heavy())
     check("lacks mass", sampler=Latest())
     for case in common.REFUSED:
         with refused(r"sharded: (Queue|WithoutReplacement|Blend|OnlineQueue)"):

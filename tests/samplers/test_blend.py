@@ -113,6 +113,15 @@ def test_of_two_samplers_with_priorities_the_first_one_tells_its_figures():
     assert jr.blend(**members).beta == 0.2
 
 
+def test_a_blend_has_priorities_if_a_part_has():
+    uniform, priority = (jr.Uniform(), 1), (jr.Prioritized(), 1)
+    old, new = jr.blend(a=uniform, b=uniform), jr.blend(a=uniform, b=priority)
+    queues = jr.OnlineQueue(), jr.OnlineQueue(sampler=jr.Prioritized())
+    samplers = *queues, old, new, jr.blend(x=uniform, old=(old, 1)), jr.blend(x=(new, 1))
+    found = [(one.has_priorities, one.consumes) for one in samplers]
+    assert found == [(0, 1), (1, 1), (0, 0), (1, 0), (0, 0), (1, 0)]
+
+
 class FirstRow(jr.samplers.Sampler):
     """Sample a row that a call may give."""
 

@@ -11,7 +11,6 @@ from scipy import stats
 
 import jaxreplay as jr
 from jaxreplay._util import random
-from jaxreplay.samplers import PrioritySampler
 from jaxreplay.storage.sampleable import Sampleable
 from tests.conftest import PLATFORM, SOAK
 from tests.support.steps import begun, nth, plain_step
@@ -55,7 +54,7 @@ ENVS, ROWS = 3, 20
 @jax.jit
 def drawn_of(buffer, steps, mask, priority):
     """Return the probabilities of all rows, and independent draws."""
-    given = {"priority": priority} if isinstance(buffer.sampler, PrioritySampler) else {}
+    given = {"priority": priority} if buffer.sampler.has_priorities else {}
     state = buffer.extend(buffer.init(nth(steps, (0, 0))), steps, mask, **given)
     keys = jax.random.split(jax.random.key(2), DRAWS // 4)
     one = lambda key: buffer.sampler.sample(state.sampler, Sampleable.of(state), key, 1)

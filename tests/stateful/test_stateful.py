@@ -13,7 +13,6 @@ from hypothesis import given, settings, strategies as st
 import jaxreplay as jr
 from jaxreplay import checkpoint
 from jaxreplay.buffers import memory, tiered
-from jaxreplay.samplers import ConsumingSampler
 from jaxreplay.stateful import places
 from tests.conftest import ALL, SOAK
 from tests.support.compilations import count_programs
@@ -167,7 +166,7 @@ class Both:
             return False
         self.num_draws, self.batch = self.num_draws + 1, self.replay.sample()
         key = jax.random.fold_in(jax.random.key(SEED), self.num_draws)
-        consumes = isinstance(self.buffer.sampler, ConsumingSampler)
+        consumes = self.buffer.sampler.consumes
         found = self.call("pop" if consumes else "sample", key)
         if consumes:
             self.state, found = found

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
-from jaxreplay.samplers import ConsumingSampler
 from jaxreplay.views.item import Item
 from tests.conftest import ALL, PLATFORM, SOAK
 from tests.support import models, oracle_views
@@ -166,7 +165,7 @@ class Config:
     @functools.cached_property
     def buffer(self):
         window = self.view.window
-        sampler, consumes = self.sampler, isinstance(self.sampler, ConsumingSampler)
+        sampler, consumes = self.sampler, self.sampler.consumes
         if isinstance(sampler, jr.UniformEpisodes) and (window.before, window.after) == (0, 1):
             sampler = jr.UniformEpisodes(unfinished=True)
         rows = 2 if self.form == "same_step" else 1
@@ -246,7 +245,7 @@ class Config:
             seen["num_ignored_writes"] = state.counters.num_ignored_writes.sum()
         if self.has_metrics:
             seen["metrics"] = buffer.metrics(state)
-        if isinstance(buffer.sampler, ConsumingSampler):
+        if buffer.sampler.consumes:
             seen["has_room"] = jnp.array([buffer.can_add(state, num) for num in models.ROOMS])
         return seen
 
@@ -323,7 +322,7 @@ def matrix():
         sampler = next(samplers[values["sampler"]])
         view = next(one for one in views[values["view"]] if go_together(one, sampler))
         kinds = ["nothing", "add", *(kind for kind in OPTIONAL if values[kind])]
-        kinds += ["pop"] * isinstance(sampler, ConsumingSampler)
+        kinds += ["pop"] * sampler.consumes
         others = {name: values[name] for name in FACTORS if name not in OPTIONAL}
         config = Config(
             **others | {"view": view, "sampler": sampler},

@@ -11,7 +11,6 @@ import pytest
 
 import jaxreplay as jr
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
-from jaxreplay.samplers import ConsumingSampler
 from jaxreplay.samplers.prioritized import Prioritized
 from jaxreplay.storage import newest_row
 from jaxreplay.views.item import Item
@@ -99,7 +98,7 @@ def draw(buffer, state, key, **options):
     """Return a batch, by `pop` or `sample`."""
     return (
         buffer.pop(state, key, **options)[1]
-        if isinstance(buffer.sampler, ConsumingSampler)
+        if buffer.sampler.consumes
         else buffer.sample(state, key, **options)
     )
 

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 from jaxreplay.storage import adopt, row_flags
 from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.types import Index
@@ -34,7 +33,7 @@ KINDS |= {"clear": 0.4} | dict.fromkeys(ADDS, 0)
 
 def has_priorities(config, kind):
     """Return whether an operation gives priorities of the new rows."""
-    to_some = kind == "add to some" and isinstance(config.buffer.sampler, PrioritySampler)
+    to_some = kind == "add to some" and config.buffer.sampler.has_priorities
     return kind == "add with priorities" or to_some
 
 
@@ -257,7 +256,7 @@ def _program(config):
         }
         state = jax.lax.switch(given["kind"], [ways[kind] for kind in config.operations])
         key, after = jax.random.key(given["time"]), state
-        if isinstance(buffer.sampler, ConsumingSampler):
+        if buffer.sampler.consumes:
             after, batch = buffer.pop(state, key)
         else:
             batch = buffer.sample(state, key)

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 from tests.support.buffers import NUM_ENVS, draw
 from tests.support.steps import nth
 
@@ -19,7 +18,7 @@ def given(case, buffer, seed=5):
     """Return arguments of the programs: a block of steps, its mask or None, priorities or None."""
     mask = case.mask(buffer, seed, BLOCK)
     priority = np.random.default_rng(seed).choice([0.5, 3, np.nan], (BLOCK, NUM_ENVS))
-    has_priorities = isinstance(buffer.sampler, PrioritySampler)
+    has_priorities = buffer.sampler.has_priorities
     return (
         case.step(seed, BLOCK),
         mask[0] if mask else None,
@@ -40,9 +39,9 @@ def operations(buffer, state, block, seed):
         "can_sample": buffer.can_sample(state),
         "metrics": buffer.metrics(state),
     }
-    if isinstance(buffer.sampler, ConsumingSampler):
+    if buffer.sampler.consumes:
         found["pop"] = buffer.pop(state, key)[0]
-    if isinstance(buffer.sampler, PrioritySampler):
+    if buffer.sampler.has_priorities:
         priority = jnp.linspace(0.0, seed + 1.0, len(batch.probability))
         found["update"] = buffer.update_priorities(state, batch.index, priority)
         found["by beta"] = jax.vmap(lambda beta: draw(buffer, state, key, beta=beta))(
