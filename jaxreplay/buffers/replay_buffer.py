@@ -609,9 +609,8 @@ class ReplayBuffer(Static, Generic[T]):
         return self._can_sample(state, Sampleable.of(state))
 
     def _can_sample(self, state: ReplayState, rows: Sampleable) -> jax.Array:
-        return (self.sampler.size(state.sampler, rows) >= self.min_size) & self.sampler.can_sample(
-            state.sampler
-        )
+        given = state.sampler, rows
+        return (self.sampler.size(*given) >= self.min_size) & self.sampler.can_sample(*given)
 
     def metrics(self, state: ReplayState) -> dict[str, jax.Array]:
         """Return figures to log, inside `jit` too.

@@ -350,8 +350,7 @@ class Local(Static, Generic[T]):
         """
         sampler = self.buffer.sampler
         size = sampler.size(state.sampler, rows)
-        mass = sampler.mass(state.sampler, rows)
-        mass = jnp.where((size > 0) & sampler.can_sample(state.sampler), mass, 0)
+        mass = jnp.where(size > 0, sampler.mass(state.sampler, rows), 0)
         # the smallest positive probability
         reference = jnp.min(jnp.where(probability > 0, probability, jnp.inf), initial=jnp.inf)
         own = [mass, size, reference]

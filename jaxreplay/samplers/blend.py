@@ -107,8 +107,8 @@ class Blend(Joined):
         parts = [f * one for f, one in zip(self._fractions(), each, strict=True)]
         return jnp.stack(parts).sum(axis=0)
 
-    def _give(self, state: PyTree) -> jax.Array:
-        return super()._give(state) & (self._fractions() > 0)
+    def _gives(self) -> Any:
+        return self._fractions() > 0
 
     def _fractions(self) -> Any:
         """Return the fractions of the batch, which are 1 together: float32[M]."""

@@ -121,17 +121,15 @@ class Joined(Sampler):
         return self.from_numbers(sampleable, numbers)
 
     def size(self, state: PyTree, sampleable: Sampleable) -> jax.Array:
-        """Return the number of rows that a part can sample, of the part with the most."""
+        """Return the number of rows that a part can sample, of the part with the most: 0 if no part
+        gives items."""
         sizes = jnp.stack([*self._ask("size", state, sampleable).values()])
-        return jnp.where(self._give(state), sizes, 0).max()
+        can_sample = jnp.stack([*self._ask("can_sample", state, sampleable).values()])
+        return jnp.where(can_sample, sizes, 0).max(where=self._gives(), initial=0)
 
-    def can_sample(self, state: PyTree) -> jax.Array:
-        """Return whether a part that gives items can sample."""
-        return self._give(state).any()
-
-    def _give(self, state: PyTree) -> jax.Array:
-        """Return which parts may give items to a batch, as far as their states tell: bool[M]."""
-        return jnp.stack([*self._ask("can_sample", state).values()])
+    def _gives(self) -> Any:
+        """Return which parts may give items to a batch: bool[M]."""
+        return True
 
     def update(
         self, state: PyTree, sampleable: Sampleable, index: Index, priority: jax.Array

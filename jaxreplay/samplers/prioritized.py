@@ -240,9 +240,6 @@ class Prioritized(Sampler):
         leaf = jnp.where(changed, _leaf_of(layout, effect.row), layout.capacity)
         return self._tree(layout).set_unique(tree, leaf.reshape(-1), mass.reshape(-1))
 
-    def can_sample(self, state: PrioritizedState) -> jax.Array:
-        return state.tree.sums[-1].sum() > 0
-
     def sample(
         self, state: PrioritizedState, sampleable: Sampleable, key: Key, batch_size: int
     ) -> Draw:

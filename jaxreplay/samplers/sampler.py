@@ -249,18 +249,21 @@ class Sampler(Static):
         del state
         return sampleable.count().sum(dtype=jnp.int32)
 
-    def can_sample(self, state: PyTree) -> jax.Array:
+    def can_sample(self, state: PyTree, sampleable: Sampleable) -> jax.Array:
         """Return False if the state prevents sampling, such as when all priorities are 0.
 
         `buffer.can_sample` also requires that `size` is at least `min_size`.
 
         Args:
           state: The sampler's state.
+          sampleable: The sampleable rows.
 
         Returns:
-          bool[], by default True.
+          bool[]. By default True or, for a sampler with priorities that has `mass`, whether that is
+          positive.
         """
-        del state
+        if self.has_priorities and type(self).mass is not Sampler.mass:
+            return self.mass(state, sampleable) > 0
         return jnp.asarray(True)
 
     def sample(self, state: PyTree, sampleable: Sampleable, key: Key, batch_size: int) -> Draw:

@@ -43,8 +43,8 @@ class LeastLearned(Sampler):
         mass = effect.became_sampleable.astype(jnp.float32).reshape(-1)
         return Counts(self._tree(effect.layout).set_unique(state.tree, changed, mass), count)
 
-    def can_sample(self, state):
-        return state.tree.sums[-1].sum() > 0
+    def mass(self, state, sampleable):
+        return self._tree(sampleable.layout).total(state.tree)
 
     def sample(self, state, sampleable, key, batch_size):
         layout, tree = sampleable.layout, self._tree(sampleable.layout)
