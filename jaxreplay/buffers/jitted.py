@@ -14,20 +14,13 @@ from jaxreplay.buffers import step_checks
 from jaxreplay.buffers.adopt import check_adopted, numbers_of, rebuilt
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import check_not_deleted
+from jaxreplay.buffers.verbs import VERBS, Verb
 from jaxreplay.samplers import Sampler
 from jaxreplay.storage.adopt import stays
 from jaxreplay.storage.state import ReplayState
 
 B = TypeVar("B")  # the type of a buffer
 
-# methods that donate the state
-_CHANGES = frozenset(
-    ("add", "extend", "write", "clear", "close", "pop", "end_streams", "drop", "merge")
-)
-_METHODS = _CHANGES.union(
-    ("sample", "get", "update_priorities", "size", "can_sample", "can_add", "age"),
-    ("metrics", "adopt"),
-)
 _CPU_OPTIONS = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 # XLA takes a read of a few rows of a large array for a large one, and divides it among all cores.
 # On one core an add with priorities took 0.62 to 0.90 of the time, an update of 256 to 16,384 rows
@@ -41,7 +34,7 @@ def program(
     function: Callable[..., Any],
     *,
     changes: bool = False,
-    static: tuple[str, ...] = (),
+    static: tuple[int | str, ...] = (),
     on_one_core: bool = False,
 ) -> Callable[..., Any]:
     """Compile `function(buffer, state, ...)`. Inside another `jit`, that one compiles it.
@@ -52,7 +45,7 @@ def program(
     Args:
       function: Pure function of a buffer, a state, and further arguments.
       changes: Donate `state`, for functions that return a new one. Default: False.
-      static: Names of static arguments. Default: none.
+      static: Names of static arguments, and the places of those that have no name. Default: none.
       on_one_core: Divide no operation among the cores of a CPU, for programs that touch little.
         Default: False.
 
@@ -67,7 +60,8 @@ def program(
         return jax.jit(
             function,
             donate_argnums=1 if changes else (),
-            static_argnames=static,
+            static_argnums=tuple(one for one in static if isinstance(one, int)) or None,
+            static_argnames=tuple(one for one in static if isinstance(one, str)),
             **options_here(on_one_core),
         )
 
@@ -113,11 +107,13 @@ def method(name: str, on_one_core: bool = False) -> Callable[..., Any]:
         return getattr(buffer, name)(state, *arguments, **options)
 
     call.__name__ = call.__qualname__ = name
-    if name == "update_priorities":
+    verb = VERBS[name]
+    if verb.changes == "sampler":
         return _sampler_method(call)
     if name == "adopt":
         return _adopts
-    return program(call, changes=name in _CHANGES, static=("batch_size",), on_one_core=on_one_core)
+    changes = verb.changes is not None
+    return program(call, changes=changes, static=verb.static, on_one_core=on_one_core)
 
 
 def _sampler_method(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -172,6 +168,7 @@ class Jitted:
 
     def __init__(self, buffer: Any):
         self.buffer = buffer
+        self.__doc__ = buffer.__doc__  # what `help` shows
 
     def __repr__(self) -> str:
         return f"jaxreplay.jit({self.buffer!r})"
@@ -180,34 +177,29 @@ class Jitted:
         return Jitted, (self.buffer,)
 
     def __getattr__(self, name: str) -> Any:
-        buffer = self.buffer
-        if name == "init" or name in getattr(buffer, "__dataclass_fields__", {}):
-            return getattr(buffer, name)
-        if name.startswith("__") or not hasattr(buffer, name):
+        if name.startswith("_"):
             raise AttributeError(name)
-        if name not in _METHODS:
-            raise AttributeError(
-                f"jaxreplay.jit(buffer) has no {name}: it is on the buffer itself, buffer.{name}"
-            )
-        vars(self)[name] = made = _method_of(buffer, name)
+        found = getattr(self.buffer, name)
+        if (verb := VERBS.get(name)) is None or not verb.is_compiled:
+            return found
+        vars(self)[name] = made = _method_of(self.buffer, name, verb)
         return made
 
+    def __dir__(self) -> list[str]:
+        return [*{*super().__dir__(), *(name for name in dir(self.buffer) if name[0] != "_")}]
 
-def _method_of(buffer: Any, name: str) -> Callable[..., Any]:
+
+def _method_of(buffer: Any, name: str, verb: Verb) -> Callable[..., Any]:
     """Return a compiled method of one buffer, which owns its arguments."""
     whole = getattr(buffer, "buffer", buffer)  # the one that a sharded buffer divides
-    takes_steps = name in ("add", "extend") and getattr(whole, "autoreset", None) is not None
-    # the attribute with the number of rows of a call; a buffer over several devices has none
-    counts = {"add": "num_envs", "sample": "batch_size", "pop": "batch_size"}
-    count = counts.get(name) if hasattr(buffer, "num_envs") else None
+    takes_steps = verb.takes_steps and getattr(whole, "autoreset", None) is not None
+    # a buffer over several devices has no number of rows of a call
+    count = verb.counts if hasattr(buffer, "num_envs") else None
     most = None  # `few_rows` of the first state
 
     @functools.wraps(getattr(buffer, name))
     def call(state: Any, *arguments: Any, **options: Any) -> Any:
         nonlocal most
-        if name in ("sample", "pop") and len(arguments) > 1:
-            options["batch_size"] = arguments[1]  # static, by its name
-            arguments = (arguments[0], *arguments[2:])
         if takes_steps and arguments:
             arguments = (step_checks.by_field(arguments[0]), *arguments[1:])
         try:
@@ -218,7 +210,9 @@ def _method_of(buffer: Any, name: str) -> Callable[..., Any]:
             few = False
             if count is not None and isinstance(state, ReplayState):
                 most = few_rows(state) if most is None else most
-                size = options.get("batch_size")
+                size = options.get(
+                    "batch_size", (*arguments, None, None)[1] if verb.reads else None
+                )
                 few = (size if isinstance(size, int) else getattr(buffer, count)) <= most
             return method(name, few)(buffer, state, *arguments, **options)
         except TypeError:
@@ -255,8 +249,10 @@ def jit(buffer: B) -> B:
     Methods that return a new state donate the old one, which changes the buffer in place; `adopt`
     shares the steps that stay where they are. Equal buffers share one compilation.
 
-    The buffer's arguments, such as `capacity`, are attributes of the result, too. Other members,
-    such as `memory`, `episode_table` or a rollout's `steps`, are on `.buffer`, the buffer itself.
+    The buffer's other members, such as `capacity`, `memory`, `episode_table` or a rollout's
+    `advantages`, are attributes of the result, too. They are not compiled. `.buffer` is the buffer
+    itself, and what takes a buffer also takes the result. `map_rows` is compiled once for each
+    function.
 
     NumPy input is copied first. JAX may read an array after the call has returned. By then, an env
     that reuses its observation array may have written the next observation into it.

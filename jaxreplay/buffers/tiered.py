@@ -34,6 +34,7 @@ from jaxreplay.buffers.jitted import method, program, rebuild
 from jaxreplay.buffers.map_rows import block_of, traced
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import check_not_deleted, example_of, is_alive
+from jaxreplay.buffers.verbs import VERBS
 from jaxreplay.storage import (
     file_rows,
     newest_row,
@@ -48,8 +49,6 @@ from jaxreplay.storage.host_rows import HostRows, RowStore
 from jaxreplay.storage.state import Counters, ReplayState, Rows
 from jaxreplay.storage.stored_arrays import BitsArray, HostArray
 from jaxreplay.types import Index, Sample, SampleOptions, Step
-
-_IN_JIT = ("update_priorities", "size", "can_sample", "can_add", "metrics", "age", "episode_table")
 
 
 @functools.cache
@@ -177,7 +176,8 @@ class Tiered:
         return f"jaxreplay.tiered({self.buffer!r}, rows={self.place!r})"
 
     def __getattr__(self, name: str) -> Any:
-        if name in _IN_JIT:
+        verb = VERBS.get(name)
+        if verb is not None and verb.changes != "state" and not verb.reads:
             return getattr(self.index, name)
         raise AttributeError(f"a tiered buffer has no {name}")
 
@@ -955,6 +955,7 @@ class Tiered:
         Raises:
           ValueError: As for `ReplayBuffer.adopt`.
         """
+        _check_outside("adopt", state)
         return self._undivided(state, lambda: self._adopted(state))
 
     def merge(self, state: ReplayState, other: ReplayState) -> ReplayState:

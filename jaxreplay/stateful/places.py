@@ -14,6 +14,7 @@ from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import is_alive
 from jaxreplay.buffers.step_checks import of_call
 from jaxreplay.buffers.tiered import Tiered
+from jaxreplay.buffers.verbs import VERBS
 from jaxreplay.storage.platforms import default_device
 from jaxreplay.types import Sample
 
@@ -67,7 +68,7 @@ class OnDevice:
     def method(self, name: str) -> Callable[..., Any]:
         """Return a method that changes the state, called as function(buffer, state, ...). It is the
         same object each time."""
-        return _map_rows if name == "map_rows" else method(name)
+        return method(name)
 
     def extend(self, is_few: bool) -> Callable[..., Any]:
         """Return what adds a block: a function of a buffer, a state and a block, and `envs`."""
@@ -153,9 +154,12 @@ class OnHost(OnDevice):
         self.tier = self.saved = tier
         self.whole_buffer, self.home, self.ahead = tier.whole_buffer, default_device(), ahead
         self.is_read_only, self.outlasts = tier.read_only is not None, tier.is_in_files
-        names = "clear", "end_streams", "drop", "write", "map_rows", "merge"
         # made once, since they are compared
-        self._methods: dict[str, Any] = {name: _of(getattr(tier, name)) for name in names}
+        self._methods: dict[str, Any] = {
+            name: _of(getattr(tier, name))
+            for name, verb in VERBS.items()
+            if verb.changes == "state"
+        }
 
     @property
     def example(self) -> Any:
@@ -234,15 +238,6 @@ def _reading(function: Any) -> tuple[Any, Any]:
 @functools.partial(programs, changes=True)
 def _extend(buffer: ReplayBuffer, state: Any, block: Any, **envs: Any) -> Any:
     return buffer.extend(state, *block, **envs)
-
-
-def _map_rows(buffer: Any, state: Any, function: Any, *arguments: Any, block: int) -> Any:
-    return _mapped(buffer, state, arguments, function, block)
-
-
-@functools.partial(program, changes=True, static=("function", "block"))
-def _mapped(buffer: ReplayBuffer, state: Any, arguments: Any, function: Any, block: int) -> Any:
-    return buffer.map_rows(state, function, *arguments, block=block)
 
 
 @functools.partial(programs, static=("batch_size",))

@@ -8,7 +8,7 @@ import operator
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import jax
 
@@ -22,6 +22,7 @@ from jaxreplay.buffers.jitted import method
 from jaxreplay.buffers.mixture import Mixture
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.tiered import Tiered, tiered
+from jaxreplay.buffers.verbs import VERBS
 from jaxreplay.host import arrays as host_arrays
 from jaxreplay.host.arrays import Block, owned
 from jaxreplay.inspection import Inspection, inspect
@@ -182,6 +183,13 @@ class Replay:
                 owner.take(states[member])
             elif example is not None or owner.place.is_read_only:
                 owner.init(owner.place.saved.example if example is None else example)
+
+    if not TYPE_CHECKING:  # a type checker knows the methods
+
+        def __getattr__(self, name: str) -> Any:
+            instead = VERBS[name].of_replay if name in VERBS else None
+            hint = f"; it has {instead}" if instead else ""
+            raise AttributeError(f"a Replay has no {name}{hint}")
 
     @property
     def buffer(self) -> Any:

@@ -80,7 +80,7 @@ def scaled(step, next_obs, factor):
     return {"reward": step.reward * factor + next_obs}
 
 
-@pytest.mark.parametrize(("rows", "program"), [("device", "_mapped"), ("host", "_block")])
+@pytest.mark.parametrize(("rows", "program"), [("device", "map_rows"), ("host", "_block")])
 def test_a_replay_compiles_a_function_once_for_all_parameters(rows, program):
     replay, time = jr.Replay(buffer_of("next_step"), rows=rows), 15
     steps = jax.tree.map(lambda leaf: leaf[:time], steps_of("next_step"))

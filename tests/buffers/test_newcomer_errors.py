@@ -149,8 +149,9 @@ NAMES = {
         needs a state and a key: buffer.sample(state, jax.random.key(0))
         jaxreplay.Replay(buffer) keeps both""",
     "jr.jit(buffer).sample(8)": "needs a state and a key: buffer.sample(state, jax.random.key(0))",
-    "jr.jit(buffer).memory(EXAMPLE)": """
-        jaxreplay.jit(buffer) has no memory: it is on the buffer itself, buffer.memory""",
+    "jr.jit(buffer).capcity": "object has no attribute 'capcity'",
+    "jr.Replay(buffer).extend(STEP)": "a Replay has no extend; it has replay.add(steps)",
+    "jr.Replay(buffer).size()": "a Replay has no size; it has len(replay)",
     "batch.items": "did you mean batch.experience?",
     "batch.obs": "did you mean batch.experience.obs?",
     "batch.num_steps": "did you mean batch.experience.num_steps?",

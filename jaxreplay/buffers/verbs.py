@@ -1,0 +1,55 @@
+"""The methods that take a state, in one table. Every form of a buffer reads it: jitted, sharded,
+tiered, or kept by a `Replay`."""
+
+from typing import Literal, NamedTuple
+
+
+class Verb(NamedTuple):
+    """Facts about a method that a form of a buffer has to know.
+
+    Attributes:
+      changes: What it changes and donates: "state", its "sampler" alone, or None.
+      axis: Axis of the envs, or of the items, in its arrays: shards divide it. None if each shard
+        gets the whole arrays.
+      reads: Whether it returns values of rows.
+      takes_steps: Whether its first argument has the fields of a step.
+      counts: The buffer's number of rows in a call, an attribute, if a call touches few.
+      static: Static arguments: their places after the buffer and the state, from 2 on, and names.
+      is_compiled: Whether `jaxreplay.jit` compiles it.
+      of_replay: What a `Replay` has in its place. Default: the same.
+    """
+
+    changes: Literal["state", "sampler"] | None = None
+    axis: int | None = None
+    reads: bool = False
+    takes_steps: bool = False
+    counts: str | None = None
+    static: tuple[int | str, ...] = ()
+    is_compiled: bool = True
+    of_replay: str | None = None
+
+
+_BATCH = {"reads": True, "counts": "batch_size", "static": (3, "batch_size")}
+
+VERBS = {
+    "add": Verb("state", 0, takes_steps=True, counts="num_envs"),
+    "extend": Verb("state", 1, takes_steps=True, of_replay="replay.add(steps)"),
+    "sample": Verb(None, 0, **_BATCH),
+    "pop": Verb("state", 0, **_BATCH, of_replay="replay.sample()"),
+    "get": Verb(None, 0, reads=True),
+    "update_priorities": Verb("sampler", 0),
+    "write": Verb("state", 0),
+    "map_rows": Verb("state", static=(2, "block")),
+    "size": Verb(of_replay="len(replay)"),
+    "can_sample": Verb(),
+    "can_add": Verb(of_replay="replay.buffer.can_add(replay.state)"),
+    "metrics": Verb(),
+    "age": Verb(None, 0),
+    "episode_table": Verb(is_compiled=False),
+    "clear": Verb("state"),
+    "close": Verb("state"),
+    "end_streams": Verb("state", 0),
+    "drop": Verb("state", 0),
+    "merge": Verb("state", 0),
+    "adopt": Verb(None, 0, of_replay="Replay(buffer, state=state)"),
+}
