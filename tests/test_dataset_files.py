@@ -489,8 +489,9 @@ def test_what_does_not_fit_together_is_refused(tmp_path):
     refused(small, GOOD, buffer(capacity=9))
     small = "capacity=4 is too small: episode x reaches row 6 of 4; "
     refused(small, [six()], buffer(capacity=4, num_envs=1))
-    for other in (jr.items(capacity=8, batch_size=1), 3):
-        refused("buffer must be a ReplayBuffer of steps, since a dataset has episodes", GOOD, other)
+    other = jr.items(capacity=8, batch_size=1)
+    refused("takes a buffer of steps, since items have no episodes", GOOD, other)
+    refused("takes a ReplayBuffer, such as .* got an int", GOOD, 3)
     refused("an episode has one flag for all agents", GOOD, buffer(num_agents=2))
     for options in ({"num_envs": 0}, {"autoreset": "other"}):
         with pytest.raises(ValueError, match="required_capacity: "):

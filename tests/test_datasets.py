@@ -199,7 +199,7 @@ def test_an_example_decides_the_dtypes():
 def test_bad_input_is_refused(monkeypatch):
     items, replay = jr.items(capacity=16, batch_size=2), buffer("next_step", 16)
     for message, other in (
-        ("buffer must be a ReplayBuffer of steps", items),
+        ("takes a buffer of steps", items),
         ("the state belongs to another buffer", buffer("next_step", 8)),
     ):
         with pytest.raises(ValueError, match=f"to_episodes: {message}"):

@@ -12,6 +12,7 @@ from jaxreplay._util.aliases import PyTree
 from jaxreplay.actors.actor import Actor, Setup
 from jaxreplay.actors.actors import Actors, Offer
 from jaxreplay.actors.block import IN_FLIGHT
+from jaxreplay.buffers.jitted import buffer_of
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.host.arrays import as_stored
 
@@ -34,7 +35,7 @@ class Feed:
     """
 
     def __init__(self, buffer: ReplayBuffer, example: PyTree, *, block_length: int = 64):
-        checks.check_part("Feed", "buffer", buffer, ReplayBuffer, "jaxreplay.uniform(...)")
+        buffer = buffer_of("Feed", buffer)
         if not buffer.allow_mask:
             raise ValueError("Feed: a block may have no steps of an env; use allow_mask=True")
         self._buffer, self._length = buffer, block_length

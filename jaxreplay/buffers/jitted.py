@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxreplay._util import checks
 from jaxreplay._util.aliases import PyTree
+from jaxreplay._util.names import kind_of
 from jaxreplay._util.struct import Static
 from jaxreplay.buffers import step_checks
 from jaxreplay.buffers.adopt import check_adopted, numbers_of, rebuilt
@@ -189,6 +190,27 @@ class Jitted:
         return [*{*super().__dir__(), *(name for name in dir(self.buffer) if name[0] != "_")}]
 
 
+def unjitted(buffer: Any) -> Any:
+    """Return the buffer of one that `jit` returned; any other one as it is."""
+    return buffer.buffer if isinstance(buffer, Jitted) else buffer
+
+
+def buffer_of(where: str, buffer: Any, hint: str = "") -> ReplayBuffer[Any]:
+    """Return a `ReplayBuffer`, jitted or not, or raise a ValueError.
+
+    Args:
+      where: Name of the called function, for the error.
+      buffer: A buffer.
+      hint: End of the error. Default: none.
+    """
+    if not isinstance(own := unjitted(buffer), ReplayBuffer):
+        raise ValueError(
+            f"{where}: takes a ReplayBuffer, such as jaxreplay.uniform(...), got "
+            f"{kind_of(buffer)}{hint}"
+        )
+    return own
+
+
 def _method_of(buffer: Any, name: str, verb: Verb) -> Callable[..., Any]:
     """Return a compiled method of one buffer, which owns its arguments."""
     whole = getattr(buffer, "buffer", buffer)  # the one that a sharded buffer divides
@@ -277,12 +299,13 @@ def jit(buffer: B) -> B:
       >>> int(buffer.size(state))
       2
     """
+    buffer = unjitted(buffer)
     has_methods = hasattr(buffer, "add") or hasattr(buffer, "sample")
     if not (isinstance(buffer, Static) and has_methods) or isinstance(buffer, Sampler):
         raise ValueError(
             f"jit: takes a buffer, such as jaxreplay.uniform(...), got {buffer!r}; to compile a "
-            "function use jax.jit. Call the methods of a Replay, or of a tiered or jitted buffer, "
-            "as they are: they run compiled programs"
+            "function use jax.jit. Call the methods of a Replay, or of a tiered buffer, as they "
+            "are: they run compiled programs"
         )
     return cast(B, Jitted(buffer))
 

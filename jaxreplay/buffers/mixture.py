@@ -10,6 +10,7 @@ from jaxreplay._util import checks
 from jaxreplay._util.aliases import Key
 from jaxreplay._util.names import kind_of
 from jaxreplay._util.struct import Static
+from jaxreplay.buffers.jitted import buffer_of
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.step_checks import as_priority
 from jaxreplay.samplers.shares import (
@@ -56,12 +57,12 @@ class Mixture(Static):
                 "Mixture: no member was given; write jaxreplay.mix(offline=(offline, 128), "
                 "online=(online, 128))"
             )
-        for name, buffer, size in self.members:
-            if not isinstance(buffer, ReplayBuffer):
-                raise ValueError(
-                    f"Mixture: {name} must be (buffer, items of a batch), got a "
-                    f"{type(buffer).__name__} for the buffer"
-                )
+        members = tuple(
+            (name, buffer_of(f"Mixture: {name}", buffer), size)
+            for name, buffer, size in self.members
+        )
+        object.__setattr__(self, "members", members)
+        for name, buffer, size in members:
             checks.check_size("Mixture", name, size)
             if buffer.sampler.consumes:
                 raise ValueError(

@@ -30,7 +30,7 @@ from jaxreplay.buffers.index_buffer import (
     mapped,
     requests_of,
 )
-from jaxreplay.buffers.jitted import method, program, rebuild
+from jaxreplay.buffers.jitted import buffer_of, method, program, rebuild
 from jaxreplay.buffers.map_rows import block_of, traced
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import check_not_deleted, example_of, is_alive
@@ -141,10 +141,7 @@ class Tiered:
                 f"rows={place!r}"
             )
         self._continues = continue_streams
-        if not isinstance(buffer, ReplayBuffer):
-            raise ValueError(
-                f"tiered: takes a ReplayBuffer, such as jaxreplay.uniform(...), got {buffer!r}"
-            )
+        buffer = buffer_of("tiered", buffer)
         if buffer.num_agents is not None and buffer.autoreset == "same_step":
             raise ValueError(
                 'tiered: several agents need another autoreset than "same_step", whose final rows '

@@ -2,12 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from jaxreplay._util.aliases import Key
+from jaxreplay.buffers.jitted import buffer_of
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.types import Step, T
-from jaxreplay.views import View
 from jaxreplay.views.frame_stack import FrameStack
 from jaxreplay.views.hindsight import Hindsight
 from jaxreplay.views.relabelled import Relabelled
@@ -62,10 +62,8 @@ def frame_stack(
       >>> buffer.memory(example).total / 1e9 < 7.1 + 0.024  # GB; stacks stored twice would take 56
       True
     """
-    view = FrameStack(
-        num_frames=num_frames, inner=_view_of("frame_stack", buffer), pad=pad, key=key, axis=axis
-    )
-    return dataclasses.replace(buffer, view=view)
+    given = {"num_frames": num_frames, "pad": pad, "key": key, "axis": axis}
+    return _wrapped("frame_stack", buffer, FrameStack, **given)
 
 
 def hindsight(
@@ -122,8 +120,10 @@ def hindsight(
       ...     buffer, lambda achieved, goal, step: -jnp.float32(jnp.any(achieved != goal))
       ... )
     """
-    view = Hindsight(
-        inner=_view_of("hindsight", buffer),
+    return _wrapped(
+        "hindsight",
+        buffer,
+        Hindsight,
         reward_fn=reward_fn,
         terminated_fn=terminated_fn,
         strategy=strategy,
@@ -132,7 +132,6 @@ def hindsight(
         achieved_key=achieved_key,
         desired_key=desired_key,
     )
-    return dataclasses.replace(buffer, view=view)
 
 
 def relabel(buffer: ReplayBuffer[T], reward_fn: Callable[[Step, Any], Any]) -> ReplayBuffer[T]:
@@ -172,8 +171,7 @@ def relabel(buffer: ReplayBuffer[T], reward_fn: Callable[[Step, Any], Any]) -> R
       >>> sample({"scale": 10.0}, state, jax.random.key(0)).experience.reward.tolist()
       [15.0, 15.0, 15.0, 15.0]
     """
-    view = Relabelled(inner=_view_of("relabel", buffer), reward_fn=reward_fn)
-    return dataclasses.replace(buffer, view=view)
+    return _wrapped("relabel", buffer, Relabelled, reward_fn=reward_fn)
 
 
 def transform(buffer: ReplayBuffer[S], function: Callable[[S, Key], T]) -> ReplayBuffer[T]:
@@ -201,16 +199,12 @@ def transform(buffer: ReplayBuffer[S], function: Callable[[S, Key], T]) -> Repla
       >>> buffer.sample(state, jax.random.key(0)).experience["image"].shape
       (4, 16, 16)
     """
-    view: View[Any] = Transformed(inner=_view_of("transform", buffer), transform=function)
-    return dataclasses.replace(cast(ReplayBuffer[Any], buffer), view=view)
+    return _wrapped("transform", buffer, Transformed, transform=function)
 
 
-def _view_of(where: str, buffer: ReplayBuffer) -> View:
-    if not isinstance(buffer, ReplayBuffer):
-        hint = (
-            "; change how each member is read before they are mixed"
-            if hasattr(buffer, "members")
-            else ""
-        )
-        raise ValueError(f"{where}: takes a ReplayBuffer, got a {type(buffer).__name__}{hint}")
-    return buffer.view
+def _wrapped(where: str, buffer: Any, kind: Any, **options: Any) -> Any:
+    """Return a buffer with its view in another one."""
+    is_mixture = hasattr(buffer, "members")
+    hint = "; change how each member is read before they are mixed" if is_mixture else ""
+    own = buffer_of(where, buffer, hint)
+    return dataclasses.replace(own, view=kind(inner=own.view, **options))

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from jaxreplay._util import checks, pow2
 from jaxreplay._util.checks import check_not_forked
 from jaxreplay._util.signals import defer_interrupts
+from jaxreplay.buffers.jitted import unjitted
 from jaxreplay.buffers.mixture import Mixture, check_names
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.rollout import Rollout
@@ -98,18 +99,18 @@ class Checkpointer:
         progress: bool | None = None,
         timeout: float = 60.0,
     ):
+        buffer = unjitted(buffer)
         members = {"": buffer}
         if isinstance(buffer, Mixture):
             members = {name: one for name, one, _ in buffer.members}
         elif isinstance(buffer, dict):
-            members = buffer
+            members = {name: unjitted(one) for name, one in buffer.items()}
         kinds = ReplayBuffer | Rollout | Tiered | (Sharded if "" in members else Tiered)
         if not all(isinstance(one, kinds) for one in members.values()):
             raise ValueError(
                 "Checkpointer: buffer must be a ReplayBuffer, a Rollout, a Mixture, a sharded or a "
                 f"tiered buffer, got {', '.join(type(one).__name__ for one in members.values())}; "
-                "several go into a dict by their names; instead of jaxreplay.jit(buffer) pass "
-                "buffer"
+                "several go into a dict by their names"
             )
         if not callable(max_to_keep):
             checks.check_size("Checkpointer", "max_to_keep", max_to_keep)

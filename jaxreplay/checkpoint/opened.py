@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay._util.aliases import PyTree
+from jaxreplay.buffers.jitted import buffer_of
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.tiered import Tiered
 from jaxreplay.checkpoint.contents import checkpoint_at, example_of
@@ -71,8 +72,7 @@ class Opened(Tiered):
             "all else"
         )
         self.example = example_of(own) if example is None else example
-        if not isinstance(buffer, ReplayBuffer):
-            raise ValueError(f"open: buffer must be a ReplayBuffer, got {buffer!r}")
+        buffer = buffer_of("open", buffer)
         num_envs, layout = len(own.end), own.layout
         if (buffer.autoreset is None) != (not layout.autoreset):
             kinds = ("items", "steps") if layout.autoreset else ("steps", "items")

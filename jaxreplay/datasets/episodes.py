@@ -16,7 +16,7 @@ import numpy as np
 from jaxreplay._util.aliases import PyTree
 from jaxreplay._util.names import named
 from jaxreplay._util.pow2 import power_below
-from jaxreplay.buffers.jitted import jit
+from jaxreplay.buffers.jitted import buffer_of, jit, unjitted
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import example_of
 from jaxreplay.buffers.step_checks import as_step
@@ -156,7 +156,8 @@ def fill(
       progress: As for `from_episodes`.
       total: Number of rows, for the progress bar. Default: unknown.
     """
-    plain = buffer.buffer if isinstance(buffer, Tiered) else buffer
+    buffer = unjitted(buffer)
+    plain = buffer.buffer if isinstance(buffer, Tiered) else buffer_of(where, buffer)
     _check_buffer(where, plain)
     has_mask, calls = plain.num_envs > 1 or plain.allow_mask, buffer
     if not isinstance(buffer, Tiered):
@@ -282,12 +283,10 @@ class Deal:
                     self._env = self.used.index(min(self.used))
 
 
-def _check_buffer(where: str, buffer: Any) -> None:
+def _check_buffer(where: str, buffer: ReplayBuffer) -> None:
     """Raise a ValueError unless a buffer stores steps."""
-    if not isinstance(buffer, ReplayBuffer) or buffer.autoreset is None:
-        raise ValueError(
-            f"{where}: buffer must be a ReplayBuffer of steps, since a dataset has episodes"
-        )
+    if buffer.autoreset is None:
+        raise ValueError(f"{where}: takes a buffer of steps, since items have no episodes")
     if buffer.num_agents is not None:
         raise ValueError(f"{where}: an episode has one flag for all agents; leave out num_agents")
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxreplay._util.aliases import PyTree, Stored
 from jaxreplay._util.pow2 import power_above
+from jaxreplay.buffers.jitted import buffer_of
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.datasets.episodes import Episode, cut
 from jaxreplay.storage import ring, row_flags, stored_arrays
@@ -48,10 +49,9 @@ def to_episodes(
       >>> [one.observations.tolist() for one in to_episodes(buffer, state)]
       [[0.0, 1.0, 2.0]]
     """
-    if not isinstance(buffer, ReplayBuffer) or buffer.autoreset is None:
-        raise ValueError(
-            "to_episodes: buffer must be a ReplayBuffer of steps, since items have no episodes"
-        )
+    buffer = buffer_of("to_episodes", buffer)
+    if buffer.autoreset is None:
+        raise ValueError("to_episodes: takes a buffer of steps, since items have no episodes")
     if (
         not isinstance(state, ReplayState)
         or len(jax.tree.leaves(state.rows.flags)[0]) != buffer.capacity

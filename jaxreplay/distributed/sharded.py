@@ -15,6 +15,7 @@ from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay._util.names import kind_of
 from jaxreplay._util.struct import Static
 from jaxreplay.buffers import memory, step_checks
+from jaxreplay.buffers.jitted import buffer_of
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.distributed.local import Local, part_of, shard_of
 from jaxreplay.samplers import Sampler
@@ -53,7 +54,7 @@ class Sharded(Static, Generic[T]):
             raise ValueError(
                 f"sharded: needs JAX 0.6.2 or newer, for jax.shard_map; this is {jax.__version__}"
             )
-        checks.check_part("sharded", "buffer", self.buffer, ReplayBuffer, "jaxreplay.uniform(...)")
+        object.__setattr__(self, "buffer", buffer_of("sharded", self.buffer))
         if not isinstance(self.mesh, Mesh):
             raise ValueError(
                 f"sharded: mesh must be a jax.sharding.Mesh, such as jax.make_mesh((8,), "

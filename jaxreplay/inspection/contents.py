@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay._util.names import description, named, spec_text
+from jaxreplay.buffers.jitted import buffer_of
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import check_state
 from jaxreplay.inspection.resets import Resets, rows_around_resets
@@ -133,11 +134,7 @@ def contents_of(buffer: Any, state: Any, max_bytes: int) -> Contents:
     Raises:
       ValueError: `buffer` is not a `ReplayBuffer`, or `state` is missing or of another buffer.
     """
-    if not isinstance(buffer, ReplayBuffer) or state is None:
-        raise ValueError(
-            f"inspect: expected a ReplayBuffer and its state, got {type(buffer).__name__} and "
-            f"{type(state).__name__}"
-        )
+    buffer = buffer_of("inspect", buffer)
     check_state("inspect", buffer, state)
     stored, rows = _rows_of(state)
     size = max(1, min(_BLOCK_BYTES // 8, len(rows)))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from jaxreplay._util import checks
 from jaxreplay._util.aliases import PyTree
 from jaxreplay.buffers import memory
+from jaxreplay.buffers.jitted import buffer_of, unjitted
 from jaxreplay.buffers.memory import Memory
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.tiered import Tiered
@@ -101,17 +102,14 @@ def plan(buffer: ReplayBuffer | Sharded | Tiered, example: PyTree, devices: int 
       >>> made.memory.total, made.fits
       (100016, True)
     """
+    buffer = unjitted(buffer)
     if isinstance(buffer, Sharded):
         return _plan(buffer.local.buffer, example, buffer.num_shards)
     if isinstance(buffer, Tiered):
         if devices != 1:
             raise ValueError("plan: a buffer whose rows lie on the host has one device")
         return _plan(buffer.buffer, example, 1, buffer)
-    if not isinstance(buffer, ReplayBuffer):
-        raise ValueError(
-            f"plan: expected a ReplayBuffer, got {type(buffer).__name__}; "
-            "for a rollout, use print(rollout.memory(example))"
-        )
+    buffer = buffer_of("plan", buffer, "; for a rollout, use print(rollout.memory(example))")
     checks.check_size("plan", "devices", devices)
     return _plan(buffer if devices == 1 else shard_of("plan", buffer, devices), example, devices)
 

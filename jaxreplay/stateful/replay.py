@@ -18,7 +18,7 @@ from jaxreplay._util.names import kind_of
 from jaxreplay.actors import Actor, Actors
 from jaxreplay.actors.actor import Setup
 from jaxreplay.actors.block import places_of
-from jaxreplay.buffers.jitted import method
+from jaxreplay.buffers.jitted import buffer_of, method, unjitted
 from jaxreplay.buffers.mixture import Mixture
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.tiered import Tiered, tiered
@@ -125,8 +125,9 @@ class Replay:
         samples_per_insert: float | None = None,
         timeout: float | None = None,
     ):
+        buffer = unjitted(buffer)
         if not isinstance(buffer, Mixture):
-            checks.check_part("Replay", "buffer", buffer, ReplayBuffer, "jaxreplay.uniform(...)")
+            buffer = buffer_of("Replay", buffer)
         if framework not in host_arrays.NAMES:
             raise ValueError(
                 f"Replay: framework must be one of {host_arrays.NAMES}, got {framework!r}"

@@ -89,12 +89,11 @@ MAKING = {
     "jr.jit(STEP)": "jit: takes a buffer,\nto compile a function use jax.jit",
     "jr.jit(jr.tiered(items))": "jit: takes a buffer,\nCall the methods of\na tiered",
     "jr.jit(jr.Replay(items))": "jit: takes a buffer,\nCall the methods of a Replay",
-    "jr.jit(jr.jit(items))": "jit: takes a buffer,\nor jitted buffer, as they are",
     "jr.jit(jr.Uniform())": "jit: takes a buffer, such as jaxreplay.uniform(...), got Uniform()",
-    "jr.Replay(jr.jit(items))": "buffer must be an \ngot jaxreplay.jit(Replay",
+    "jr.Replay(rollout)": "Replay: takes a ReplayBuffer, such as\ngot a Rollout",
     "jr.frame_stack(jr.items(capacity=8, batch_size=2), 4)": """
         has no observations; give a view of steps""",
-    "jr.frame_stack(rollout, 2)": "frame_stack: takes a ReplayBuffer, got a Rollout",
+    "jr.frame_stack(rollout, 2)": "frame_stack: takes a ReplayBuffer, such as\ngot a Rollout",
     "jr.frame_stack(jr.transform(jr.hindsight(uniform, minus_one, strategy='random'), keep), 2)": (
         """
         FrameStack: inner reads random rows
@@ -115,7 +114,8 @@ MAKING = {
     "jr.transform(uniform, lambda item, key, more: item)": """
         transform must accept the call transform(item, key): missing a required argument: 'more'""",
     "jr.transform(mixture, keep)": """
-        transform: takes a ReplayBuffer, got a Mixture; change how each member is read before""",
+        transform: takes a ReplayBuffer,
+        got a Mixture; change how each member is read before""",
     "jr.mix()": "no member was given",
     "jr.mix(offline=uniform, online=uniform)": """
         offline must be (buffer, number of items), such as (buffer, 128), got ReplayBuffer(""",
@@ -312,7 +312,7 @@ USING = {
     "queue.sample(queue.init(0.0), key)": """
         Queue consumes rows: state, batch = buffer.pop(state, key)""",
     "buffer.episode_table(state)": "make it with track_episodes=True",
-    "jr.inspect(buffer)": "expected a ReplayBuffer and its state",
+    "jr.inspect(buffer)": "inspect: the state must be a ReplayState,\ngot a NoneType",
     # Ends of streams.
     "items.end_streams(items.init(0))": "end_streams: items have no episodes",
     "buffer.end_streams(state, np.ones(3, bool))": """

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
+from jaxreplay import datasets
+from jaxreplay._util import xla
 from jaxreplay.buffers.verbs import VERBS
 from tests.support.refusals import refused
 
@@ -15,6 +17,7 @@ BUFFER = jr.prioritized(
     num_envs=2,
     batch_size=4,
     autoreset="same_step_no_final_obs",
+    allow_mask=True,
     allow_write=True,
     track_episodes=True,
 )
@@ -22,6 +25,8 @@ NUMBERS, FLAGS = np.zeros(2, np.float32), np.zeros(2, bool)
 STEP = jr.Step(NUMBERS, NUMBERS, NUMBERS, terminated=FLAGS, truncated=FLAGS)
 BLOCK, EXAMPLE = (jax.tree.map(take, STEP) for take in (lambda x: x[None], lambda x: x[0]))
 INDEX = jr.types.Index(np.arange(4, dtype=np.int32), np.zeros(4, np.uint32))
+EPISODE = datasets.Episode(np.zeros(3, np.float32), NUMBERS, NUMBERS, FLAGS, FLAGS)
+ARRAYS = {"observations": NUMBERS, "actions": NUMBERS, "rewards": NUMBERS, "terminals": ~FLAGS}
 FOUR = np.ones(4, np.float32)
 KINDS = jr.ReplayBuffer, jr.Mixture, jr.Groups
 # What is given to each method after the state. "state" stands for that of another buffer.
@@ -38,6 +43,31 @@ GIVEN = {
     "end_streams": (~FLAGS,),
     "drop": (~FLAGS,),
     "merge": ("state",),
+}
+
+# All that takes a buffer, called with one, a state, and a path. What comes back shows the buffer.
+TAKERS = {
+    "jit": lambda buffer, *_: jr.jit(buffer).buffer,
+    "frame_stack": lambda buffer, *_: jr.frame_stack(buffer, 2),
+    "hindsight": lambda buffer, *_: jr.hindsight(buffer, sum_of, strategy="random"),
+    "relabel": lambda buffer, *_: jr.relabel(buffer, sum_of),
+    "transform": lambda buffer, *_: jr.transform(buffer, sum_of),
+    "mix": lambda buffer, *_: jr.mix(one=(buffer, 2)),
+    "tiered": lambda buffer, *_: jr.tiered(buffer).buffer,
+    "plan": lambda buffer, *_: jr.plan(buffer, EXAMPLE).memory,
+    "inspect": lambda buffer, state, _: jr.inspect(buffer, state).streams,
+    "Replay": lambda buffer, *_: jr.Replay(buffer).buffer,
+    "Replay, on the host": lambda buffer, *_: jr.Replay(buffer, rows="host").buffer,
+    "Replay, mixed": lambda buffer, *_: jr.Replay(jr.mix(one=(buffer, 2)), rows="host").buffer,
+    "Feed": lambda buffer, *_: jr.actors.Feed(buffer, EXAMPLE)._buffer,
+    "from_episodes": lambda buffer, *_: datasets.from_episodes([EPISODE], buffer).layout,
+    "from_arrays": lambda buffer, *_: datasets.from_arrays(ARRAYS, buffer).layout,
+    "to_episodes": lambda buffer, state, _: len([*datasets.to_episodes(buffer, state)]),
+    "sharded": lambda buffer, *_: jr.sharded(buffer, jax.make_mesh((1,), ("data",))).buffer,
+    "Checkpointer": lambda buffer, _, path: saved(path, buffer),
+    "Checkpointer, mixed": lambda buffer, _, path: saved(path, jr.mix(one=(buffer, 2))),
+    "Checkpointer of several": lambda buffer, _, path: saved(path, {"one": buffer}),
+    "open": lambda buffer, _, path: jr.open(path, buffer).buffer.layout(),
 }
 ALL = [name for name in VERBS if name != "close"]  # which is a `Groups`' own
 NO_QUEUE = dict.fromkeys(("pop", "can_add"), "Prioritized samples with replacement")
@@ -57,6 +87,14 @@ INSTEAD = {
     "can_add": "replay.buffer.can_add(replay.state)",
     "adopt": "Replay(buffer, state=state)",
 }
+
+
+def sum_of(*given):
+    return jax.numpy.float32(len(given))
+
+
+def saved(path, buffer):
+    return pytest.importorskip("jaxreplay.checkpoint").Checkpointer(path, buffer)._members
 
 
 def form_of(name):
@@ -149,3 +187,27 @@ def test_a_jitted_buffer_compiles_map_rows_once_for_each_function():
         traced, num = num, 0
     assert traced == 0
     assert np.asarray(state.rows.steps.reward)[[0, 8]].tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("name", TAKERS)
+def test_what_takes_a_buffer_takes_a_jitted_one(name, tmp_path):
+    if name == "sharded" and xla.shard_map is None:
+        pytest.skip("this JAX has no jax.shard_map")
+    buffer, state = jr.jit(BUFFER), BUFFER.init(EXAMPLE)
+    state = buffer.extend(state, BLOCK)
+    if name == "open":
+        checkpoint = pytest.importorskip("jaxreplay.checkpoint")
+        checkpoint.save(tmp_path, buffer, state)
+    found, expected = (TAKERS[name](one, state, tmp_path) for one in (buffer, BUFFER))
+    assert found == expected
+
+
+def test_a_jitted_mixture_rollout_and_sharded_buffer_are_taken(tmp_path):
+    mixture = jr.mix(one=(BUFFER, 2))
+    assert jr.Replay(jr.jit(mixture)).buffer == mixture
+    if xla.shard_map is not None:
+        sharded = jr.sharded(BUFFER, jax.make_mesh((1,), ("data",)))
+        assert jr.plan(jr.jit(sharded), EXAMPLE).memory == jr.plan(sharded, EXAMPLE).memory
+    rollout = jr.rollout(length=4, num_envs=2, autoreset="next_step")
+    for one in (mixture, rollout):
+        assert saved(tmp_path, jr.jit(one)) == saved(tmp_path, one)

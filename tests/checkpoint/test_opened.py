@@ -135,7 +135,7 @@ def test_what_would_change_rows_is_refused(tmp_path):
                 call()
         assert replay.sample().is_valid.all()
     items = jr.items(capacity=64, batch_size=4)
-    with pytest.raises(ValueError, match="open: buffer must be a ReplayBuffer"):
+    with pytest.raises(ValueError, match="open: takes a ReplayBuffer"):
         jr.open(tmp_path, jr.mix(a=(items, 4)))
     with pytest.raises(ValueError, match=r"open: the buffer is one of items, but .* has steps"):
         jr.open(tmp_path, items)

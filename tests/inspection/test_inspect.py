@@ -237,7 +237,7 @@ def test_a_state_of_another_buffer_is_refused():
     for state, said in (
         (jax.eval_shape(small.init, 0.0), other),
         (jax.eval_shape(steps.init, example_of(STEPS)), other),
-        (None, "expected a ReplayBuffer and its state, got ReplayBuffer and NoneType"),
+        (None, "the state must be a ReplayState, .*, got a NoneType"),
     ):
         with refused(f"inspect: {said}"):
             jr.inspect(items, state)

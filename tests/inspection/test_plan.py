@@ -106,7 +106,7 @@ def test_a_rollout_or_a_wrong_number_of_devices_is_refused():
     for given, devices, said in (
         (buffer, 3, "plan: num_envs=16 cannot be divided among 3 devices"),
         (buffer, 0, "devices must be an int of at least 1, got 0"),
-        (rollout, 1, "expected a ReplayBuffer, got Rollout"),
+        (rollout, 1, "got a Rollout; for a rollout, use"),
     ):
         with refused(said):
             jr.plan(given, 0.0, devices)
