@@ -50,6 +50,9 @@ from jaxreplay.storage.state import Counters, ReplayState, Rows
 from jaxreplay.storage.stored_arrays import BitsArray, HostArray
 from jaxreplay.types import Index, Sample, SampleOptions, Step
 
+# methods that touch no values of rows
+_OF_INDEX = [n for n, verb in VERBS.items() if verb.changes != "state" and not verb.reads]
+
 
 @functools.cache
 def _index_type_of(kind: type) -> type:
@@ -173,10 +176,12 @@ class Tiered:
         return f"jaxreplay.tiered({self.buffer!r}, rows={self.place!r})"
 
     def __getattr__(self, name: str) -> Any:
-        verb = VERBS.get(name)
-        if verb is not None and verb.changes != "state" and not verb.reads:
+        if name in _OF_INDEX:
             return getattr(self.index, name)
         raise AttributeError(f"a tiered buffer has no {name}")
+
+    def __dir__(self) -> list[str]:
+        return [*{*super().__dir__(), *_OF_INDEX}]
 
     def init(self, example: PyTree) -> ReplayState:
         """Make an empty state, and room for its rows; or the state of the rows that a folder has.

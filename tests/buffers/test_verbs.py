@@ -159,7 +159,8 @@ def test_an_opened_replay_refuses_what_would_change_rows(tmp_path):
                 getattr(opened, name)(*given_to(name, state))
 
 
-def test_a_jitted_buffer_shows_the_methods_of_the_buffer():
+def test_a_form_shows_the_methods_of_the_buffer():
+    assert {*ALL} < {*dir(jr.tiered(BUFFER))}
     buffer = jr.jit(BUFFER)
     public = {name for name in dir(BUFFER) if name[0] != "_"}
     assert public < {*dir(buffer)}
