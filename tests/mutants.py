@@ -45,7 +45,7 @@ TESTS = {
     "stateful/places.py": "buffers/test_tiered.py stateful/test_rows_of_others.py "
     "stateful/test_stateful.py stateful/test_staging.py sb3/test_sb3_rows.py",
     "stateful/owner.py": "stateful/test_staging.py stateful/test_rows_of_others.py "
-    "stateful/test_stateful.py buffers/test_tiered_files.py",
+    "stateful/test_stateful.py buffers/test_tiered.py buffers/test_tiered_files.py",
 }
 
 
@@ -82,7 +82,10 @@ def mutants(path):
 def is_killed(mutant, tests):
     path, operator, occurrence = mutant
     text = path.read_text()
-    changed = cosmic_ray.mutating.mutate_code(text, operator, occurrence)
+    try:
+        changed = cosmic_ray.mutating.mutate_code(text, operator, occurrence)
+    except AttributeError:  # it cannot replace an exception whose name has a dot
+        return None
     failed = run_tests(path.relative_to(ROOT / "jaxreplay"), changed, tests, num_processes=0)
     if not failed:
         lines = difflib.unified_diff(text.splitlines(), changed.splitlines(), lineterm="", n=1)
@@ -103,9 +106,10 @@ def main():
         sys.exit(f"{failed} fails without a change")
     drawn = [rng.choice(place) for place in rng.sample(places, min(options.sample, len(places)))]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        killed = sum(pool.map(lambda mutant: is_killed(mutant, tests), drawn))
-    print(f"{options.file}: {killed} of {len(drawn)} mutants killed, of {len(places)} places")
-    sys.exit(killed < LEAST * len(drawn))
+        found = [*pool.map(lambda mutant: is_killed(mutant, tests), drawn)]
+    killed, num = found.count(True), len(found) - found.count(None)
+    print(f"{options.file}: {killed} of {num} mutants killed, of {len(places)} places")
+    sys.exit(killed < LEAST * num)
 
 
 if __name__ == "__main__":

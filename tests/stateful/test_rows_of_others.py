@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
+from jaxreplay.buffers import memory
 from jaxreplay.datasets import Episode
 from tests.support.buffers import bits
 from tests.support.sampling import assert_same
@@ -175,6 +176,19 @@ def test_a_mixture_is_loaded_without_an_example(tmp_path):
     for each in (replay, loaded):
         each.add(nth(steps(6), 0), member="online")
     assert_same(loaded.sample(), replay.sample())
+
+
+def test_the_rows_of_a_mixture_make_room_for_saved_ones(tmp_path, monkeypatch):
+    replay = mixed(seed=0)
+    for member in ("demos", "online"):
+        replay.add(steps(0), member=member)
+    replay.save(tmp_path / "replay")
+    replay.add(steps(6), member="online")
+    owners = [*replay._owner.members.values()]
+    has_rows = lambda: any(owner._state is not None for owner in owners)
+    monkeypatch.setattr(memory, "free_bytes", lambda: 1 if has_rows() else 2**40)
+    replay.load(tmp_path / "replay")
+    assert len(replay) == 20
 
 
 PLACES = {
