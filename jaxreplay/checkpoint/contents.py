@@ -12,8 +12,7 @@ from jaxreplay._util.aliases import PyTree
 from jaxreplay._util.names import nested, printable
 from jaxreplay.checkpoint.chain import Chain
 from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
-from jaxreplay.checkpoint.manifest import Manifest, Member
-from jaxreplay.checkpoint.planning import in_member
+from jaxreplay.checkpoint.manifest import Manifest, Member, in_member
 from jaxreplay.checkpoint.reader import Reader
 from jaxreplay.checkpoint.restoring import Rest
 from jaxreplay.checkpoint.store import store_at
@@ -66,8 +65,23 @@ def checkpoint_at(
     return store, manifest
 
 
-def example_of(member: Member) -> PyTree:
-    """Return shapes and dtypes of one env's step, or of an item, with dicts as pytrees."""
+def example_of(manifest: Manifest, name: str, where: str) -> PyTree:
+    """Return shapes and dtypes of one env's step, or of an item, with dicts as pytrees.
+
+    Args:
+      manifest: The manifest.
+      name: Name of the member.
+      where: Name of the called function, for errors.
+
+    Raises:
+      ValueError: The rows are in files elsewhere.
+    """
+    member = manifest.members[name]
+    if manifest.has_index(name):
+        raise ValueError(
+            f"{where}: the checkpoint has the index of rows in files; open their folder with "
+            "jaxreplay.Replay(buffer, rows=folder)"
+        )
     leaves = {leaf.name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in member.leaves}
     steps = nested(leaves)["steps"]
     if not member.layout.autoreset:

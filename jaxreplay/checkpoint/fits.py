@@ -10,7 +10,7 @@ from jaxreplay._util.names import description, named, printable, spec_text
 from jaxreplay.buffers.adopt import are_alike
 from jaxreplay.checkpoint import rows
 from jaxreplay.checkpoint.extras import ANY_BYTES, is_extra
-from jaxreplay.checkpoint.manifest import TOKEN, Manifest
+from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.storage import stored_arrays
 from jaxreplay.storage.stored_arrays import HostArray
 
@@ -48,7 +48,7 @@ def check_fits(
             got = {name: text for name, text in manifest.rest.items() if name in expected}
             lines += _differences(got, expected)
         elif stored is not None:
-            is_elsewhere = TOKEN in manifest.rest
+            is_elsewhere = manifest.has_index(name)
             leaves = named(own_rows, is_leaf=stored_arrays.is_compound)
             if is_elsewhere and any(isinstance(leaf, HostArray) for _, leaf in leaves):
                 leaves = rows.leaves_of(own_rows)

@@ -39,6 +39,11 @@ _Number = Annotated[int, Meta(ge=0, le=2**62)]
 _Reach = Annotated[int, Meta(ge=-1, le=2**30)]
 
 
+def in_member(member: str, name: str) -> str:
+    """Return the name of an array of a mixture's member, "" for a buffer that is no mixture."""
+    return f"{member}/{name}" if member else name
+
+
 class Leaf(NamedTuple):
     """A leaf of the rows: its array in the files, and its real dtype and shape."""
 
@@ -183,6 +188,10 @@ class Manifest(msgspec.Struct, eq=False, forbid_unknown_fields=True, kw_only=Tru
     def name(self) -> str:
         """Name of the manifest's file."""
         return manifest_name(self.number)
+
+    def has_index(self, member: str) -> bool:
+        """Return whether the member's rows are in files elsewhere."""
+        return in_member(member, TOKEN) in self.rest
 
     def specs(self) -> dict[str, Spec]:
         """Return shapes and dtypes of the arrays beside the rows."""

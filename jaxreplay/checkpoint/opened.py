@@ -13,7 +13,6 @@ from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.tiered import Tiered
 from jaxreplay.checkpoint.contents import checkpoint_at, example_of
 from jaxreplay.checkpoint.fits import check_fits
-from jaxreplay.checkpoint.manifest import TOKEN
 from jaxreplay.checkpoint.reader import Reader
 from jaxreplay.checkpoint.restoring import Reading
 from jaxreplay.storage.host_rows import RowStore
@@ -61,17 +60,13 @@ class Opened(Tiered):
         self._look = functools.partial(checkpoint_at, path, step, member, 60.0, "open")
         self._saved, self._manifest = self._look()
         self._name, own = member, self._manifest.members[member]
-        if TOKEN in self._manifest.rest:
-            raise ValueError(
-                f"open: {self._saved.name} has the index of rows in files; open their folder with "
-                "jaxreplay.Replay(buffer, rows=folder)"
-            )
+        of_rows = example_of(self._manifest, member, "open")
         self._member, self._cache_bytes = own, cache_bytes
         self.read_only = (
             f"the rows of {self._saved.name} are opened to be read; Replay.load copies them, for "
             "all else"
         )
-        self.example = example_of(own) if example is None else example
+        self.example = of_rows if example is None else example
         buffer = buffer_of("open", buffer)
         num_envs, layout = len(own.end), own.layout
         if (buffer.autoreset is None) != (not layout.autoreset):

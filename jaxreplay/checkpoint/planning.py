@@ -23,7 +23,7 @@ from jaxreplay._version import __version__
 from jaxreplay.checkpoint import bundle, rows
 from jaxreplay.checkpoint.chain import whoami
 from jaxreplay.checkpoint.groups import MOST_ROWS, Group, Groups, Save, cut
-from jaxreplay.checkpoint.manifest import MOST_NUMBERS, Manifest, Member, StoredLayout
+from jaxreplay.checkpoint.manifest import MOST_NUMBERS, Manifest, Member, StoredLayout, in_member
 from jaxreplay.checkpoint.rows import Picked, Span
 from jaxreplay.distributed.parts import Parts
 from jaxreplay.storage.layout import NUM_PARTS
@@ -55,11 +55,6 @@ class Plan(NamedTuple):
     manifest: Manifest
     rest: dict[str, Any]
     num_bytes: int
-
-
-def in_member(member: str, name: str) -> str:
-    """Return the name of an array of a mixture's member, "" for a buffer that is no mixture."""
-    return f"{member}/{name}" if member else name
 
 
 def planned(

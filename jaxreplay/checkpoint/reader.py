@@ -95,7 +95,7 @@ class Reader:
 
     @functools.cached_property
     def _before(self) -> np.ndarray:
-        """Numbers that are added to a row's to get its place in order, one a stream: int64[E]."""
+        """The distance from a row's number to its place in order, for each stream: int64[E]."""
         return np.cumsum(self._count) - self._count - self._member.first
 
     @functools.cached_property

@@ -23,8 +23,7 @@ from jaxreplay.checkpoint.bundle import Piece, Spec
 from jaxreplay.checkpoint.chain import Chain
 from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
 from jaxreplay.checkpoint.fits import check_fits
-from jaxreplay.checkpoint.manifest import TOKEN, Manifest, Member
-from jaxreplay.checkpoint.planning import in_member
+from jaxreplay.checkpoint.manifest import TOKEN, Manifest, Member, in_member
 from jaxreplay.checkpoint.reader import Reader
 from jaxreplay.checkpoint.rows import Picked
 from jaxreplay.distributed.processes import Processes
@@ -284,9 +283,10 @@ class Reading:
     @property
     def token(self) -> str | None:
         """Token of the files that have the rows; None if the checkpoint has them."""
-        if TOKEN not in self._manifest.rest:
+        if not self._manifest.has_index(self._name):
             return None
-        return self._rest.arrays([TOKEN])[TOKEN].tobytes().hex()
+        own = in_member(self._name, TOKEN)
+        return self._rest.arrays([own])[own].tobytes().hex()
 
     @property
     def end(self) -> np.ndarray:

@@ -160,16 +160,25 @@ def test_batches_that_were_drawn_ahead_are_the_same():
 
 
 @pytest.mark.parametrize(
-    ("rows", "ahead"),
-    [("device", 2), pytest.param("host", 0, marks=pytest.mark.thorough)],
+    ("rows", "ahead", "copy"),
+    [
+        ("device", 2, False),
+        ("files", 1, False),
+        pytest.param("files", 2, True, marks=pytest.mark.thorough),
+        pytest.param("host", 0, False, marks=pytest.mark.thorough),
+    ],
 )
-def test_batches_that_were_drawn_ahead_are_saved(rows, ahead, tmp_path, monkeypatch):
+def test_batches_that_were_drawn_ahead_are_saved(rows, ahead, copy, tmp_path, monkeypatch):
     """Rows were added, and priorities changed, since they were drawn."""
     have_few_lengths(monkeypatch)
-    made = lambda prefetch: jr.Replay(
-        make(**PRIORITIZED).buffer, seed=0, framework="numpy", prefetch=prefetch, rows=rows
+    made = lambda prefetch, folder: jr.Replay(
+        make(**PRIORITIZED).buffer,
+        seed=0,
+        framework="numpy",
+        prefetch=prefetch,
+        rows=tmp_path / folder if rows == "files" else rows,
     )
-    whole, stopped, again = map(made, (2, 2, ahead))
+    whole, stopped = made(2, "whole"), made(2, "stopped")
 
     for replay in (whole, stopped):
         for t in range(5):
@@ -177,25 +186,58 @@ def test_batches_that_were_drawn_ahead_are_saved(rows, ahead, tmp_path, monkeypa
             if t > 1:
                 batch = replay.sample()
                 replay.update_priorities(batch.index, batch.experience.reward)
-    stopped.save(tmp_path / "replay", extras={"weights": np.ones(3)})
+    stopped.save(tmp_path / "replay", extras={"weights": np.ones(3)}, copy=copy)
+    stopped.close()
+    again = made(ahead, "again" if copy else "stopped")
     again.load(tmp_path / "replay")
     for _ in range(4):
         assert_same(again.sample(), whole.sample())
+    if rows == "files" and not copy:
+        return
     smaller = jr.Replay(make(capacity=30, **PRIORITIZED).buffer)
     smaller.load(tmp_path / "replay")
     assert not smaller._drawn  # their indices mean other rows
 
 
-@pytest.mark.parametrize("rows", ["device", "host"])
+@pytest.mark.parametrize("rows", ["device", "files"])
+def test_batches_of_a_mixture_that_were_drawn_ahead_are_saved(rows, tmp_path):
+    """Load without an example: it is that of the checkpoint, or of the files."""
+    items = jr.items(capacity=16, batch_size=2)
+    made = lambda folder: jr.Replay(
+        jr.mix(a=(items, 2), b=(items, 2)),
+        seed=0,
+        framework="numpy",
+        prefetch=2,
+        rows={"a": tmp_path / folder if rows == "files" else rows, "b": "device"},
+    )
+    whole, stopped = made("whole"), made("stopped")
+    for replay in (whole, stopped):
+        for number in range(6):
+            replay.add({"x": np.float32([number])}, member="a")
+            replay.add({"x": np.float32([-number])}, member="b")
+            if number > 1:
+                replay.sample()
+    stopped.save(tmp_path / "replay")
+    stopped.close()
+    again = made("stopped")
+    again.load(tmp_path / "replay")
+    for _ in range(4):
+        assert_same(again.sample(), whole.sample())
+
+
+@pytest.mark.parametrize("rows", ["device", "host", "files"])
 def test_a_queue_loses_no_row_that_was_drawn_ahead_of_a_save(rows, tmp_path):
     queue = jr.items(capacity=8, batch_size=2, sampler=jr.Queue())
-    replay, loaded = (jr.Replay(queue, prefetch=2, rows=rows) for _ in range(2))
+    made = lambda: jr.Replay(queue, prefetch=2, rows=tmp_path / "rows" if rows == "files" else rows)
+    replay = made()
     for number in range(8):
         replay.add(np.float32([number]))
     assert replay.sample().experience.tolist() == [0, 1]
     for number in range(8, 13):  # in the places of rows that were drawn ahead
         replay.add(np.float32([number]))
     replay.save(tmp_path / "replay")
+    replay.close()
+    loaded = made()
     loaded.load(tmp_path / "replay")
     seen = [loaded.sample().experience.tolist() for _ in range(5)]
     assert seen == [[2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
