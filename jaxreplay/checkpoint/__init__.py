@@ -25,7 +25,7 @@ except ImportError as error:
 from jaxreplay.checkpoint import verifying
 from jaxreplay.checkpoint.chain import Chain
 from jaxreplay.checkpoint.checkpointer import Checkpointer, bars
-from jaxreplay.checkpoint.contents import checkpoint_at, contents_of
+from jaxreplay.checkpoint.contents import at_checkpoint, contents_of
 from jaxreplay.checkpoint.files import CorruptCheckpointError, PathInUseError
 from jaxreplay.checkpoint.restoring import MissingRows
 from jaxreplay.checkpoint.store import store_at
@@ -151,15 +151,8 @@ def inspect(
       ValueError: The checkpoint is of a `Rollout`, or a mixture has no such member.
       CorruptCheckpointError: A file is missing or damaged.
     """
-    manifest = None
-    while True:
-        before, (store, manifest) = manifest, checkpoint_at(path, step, member, timeout)
-        try:
-            return inspection_of(contents_of(store, manifest, member, max_bytes))
-        except CorruptCheckpointError:
-            # otherwise try again: the run may have deleted it for a newer checkpoint
-            if before is not None and before.folder == manifest.folder:
-                raise
+    use = lambda *given: inspection_of(contents_of(*given, member=member, max_bytes=max_bytes))
+    return at_checkpoint("inspect", use, path, step, member, timeout)
 
 
 def verify(path: Any, *, progress: bool | None = None, timeout: float = 60.0) -> list[Verified]:

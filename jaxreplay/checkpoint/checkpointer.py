@@ -355,14 +355,19 @@ class Checkpointer:
 
         with self._processes.agreed():
             found = restoring.restored(
-                self._store,
                 self._chain,
-                self._processes,
                 restoring.Request(
-                    self._named, self._members, examples, extras, step, allow_partial
+                    self._store,
+                    self._processes,
+                    state_of,
+                    self._bar,
+                    self._named,
+                    self._members,
+                    examples,
+                    extras,
+                    step,
+                    allow_partial,
                 ),
-                state_of,
-                self._bar,
             )
         self._base, self.step = found.manifest, found.manifest.step
         self.found_beside = found.beside

@@ -2,8 +2,8 @@
 
 import functools
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -20,29 +20,50 @@ from jaxreplay.inspection.contents import COUNTERS, Contents, StoredRows, number
 from jaxreplay.storage import ring, stored_arrays
 from jaxreplay.types import Step
 
+_Result = TypeVar("_Result")
 _OF_PRIORITIES = "sampler.jaxreplay/Prioritized:"  # begins the names of its numbers
 _MASS = f"{_OF_PRIORITIES}mass"
 _FEW_ROWS = 2**22  # whose numbers take little memory
 
 
-def checkpoint_at(
-    path: Any, step: int | None, member: str, timeout: float, where: str = "inspect"
-) -> tuple[Files, Manifest]:
-    """Return the store and the manifest of the newest checkpoint under a path, or of a step's.
+def at_checkpoint(
+    where: str,
+    use: Callable[[Files, Manifest], _Result],
+    path: Any,
+    step: int | None,
+    member: str,
+    timeout: float = 60.0,
+) -> _Result:
+    """Return what a function makes of the newest checkpoint under a path, or of a step's.
+
+    If its files are missing or damaged, it is called again with the newest one then: a run may have
+    deleted the other.
 
     Args:
+      where: Name of the called function, for errors.
+      use: Function of the store and the manifest.
       path: Path, URL or specification, as for `store_at`.
       step: Step of the checkpoint, or None for the newest.
       member: Name of a mixture's member, "" for a buffer that is no mixture.
-      timeout: Seconds that a request to an object store may take.
-      where: Name of the called function, for errors. Default: "inspect".
+      timeout: Seconds that a request to an object store may take. Default: 60.
 
     Raises:
       FileNotFoundError: There is no checkpoint, or none of that step.
       ValueError: The checkpoint has no rows of the member.
-      CorruptCheckpointError: There is none, and some manifests cannot be read.
+      CorruptCheckpointError: A file is missing or damaged.
     """
-    store = store_at(path, timeout)
+    store, before = store_at(path, timeout), ""
+    while True:
+        manifest = _looked_for(where, store, step, member)
+        try:
+            return use(store, manifest)
+        except CorruptCheckpointError:
+            if manifest.folder == before:
+                raise
+            before = manifest.folder
+
+
+def _looked_for(where: str, store: Files, step: int | None, member: str) -> Manifest:
     found, problems = Chain(store).read()
     manifest = next((one for one in found if step in (None, one.step)), None)
     if manifest is None:
@@ -62,22 +83,25 @@ def checkpoint_at(
             f"{where}: {store.name} is a checkpoint of a {kind}"
             + (f": pass member= one of {names}" if names else f", which has no {what}")
         )
-    return store, manifest
+    return manifest
 
 
-def example_of(manifest: Manifest, name: str, where: str) -> PyTree:
+def example_of(where: str, manifest: Manifest, name: str, in_files: PyTree = None) -> PyTree:
     """Return shapes and dtypes of one env's step, or of an item, with dicts as pytrees.
 
     Args:
+      where: Name of the called function, for errors.
       manifest: The manifest.
       name: Name of the member.
-      where: Name of the called function, for errors.
+      in_files: Those of rows in files. Default: none are known.
 
     Raises:
       ValueError: The rows are in files elsewhere.
     """
     member = manifest.members[name]
     if manifest.has_index(name):
+        if in_files is not None:
+            return in_files
         raise ValueError(
             f"{where}: the checkpoint has the index of rows in files; open their folder with "
             "jaxreplay.Replay(buffer, rows=folder)"
@@ -117,25 +141,25 @@ def _rows_of(store: Files, member: Member) -> StoredRows:
     )
 
 
-def contents_of(store: Files, manifest: Manifest, name: str, max_bytes: int) -> Contents:
+def contents_of(store: Files, manifest: Manifest, *, member: str, max_bytes: int) -> Contents:
     """Read the contents of a checkpoint's member, with at most `max_bytes` of the steps' values.
 
     Raises:
       CorruptCheckpointError: A file is missing or damaged.
     """
-    member, own = manifest.members[name], functools.partial(in_member, name)
-    stored = _rows_of(store, member)
-    rest = lambda leaf: Rest(store, manifest, lambda _: None).arrays([own(leaf)])[own(leaf)]
-    if member.rows.get("flags", "uint8[]") != "uint8[]":
+    rows, own = manifest.members[member], functools.partial(in_member, member)
+    stored = _rows_of(store, rows)
+    rest = lambda leaf: Rest(store, manifest).arrays([own(leaf)])[own(leaf)]
+    if rows.rows.get("flags", "uint8[]") != "uint8[]":
         raise CorruptCheckpointError(
-            f"{manifest.name}: rows: flags must be uint8[], got {member.rows['flags']}"
+            f"{manifest.name}: rows: flags must be uint8[], got {rows.rows['flags']}"
         )
     probability = None
     if own(_MASS) in manifest.rest:
         env, number = numbers_in_order(stored.first, stored.end)
-        row = env * member.length + ring.position_of(number, member.length)
+        row = env * rows.length + ring.position_of(number, rows.length)
         mass = rest(_MASS)
-        if mass.shape != (member.length * len(stored.end),) or mass.dtype.kind != "f":
+        if mass.shape != (rows.length * len(stored.end),) or mass.dtype.kind != "f":
             raise CorruptCheckpointError(
                 f"{manifest.name}: rest: {_MASS} must be a number of each row, got "
                 f"{manifest.rest[own(_MASS)]}"
@@ -148,9 +172,9 @@ def contents_of(store: Files, manifest: Manifest, name: str, max_bytes: int) -> 
         metadata = f", metadata {printable(json.dumps(manifest.metadata)[:200])}"
     return stored.contents(
         max_bytes,
-        buffer=f"{name}{' of ' * bool(name)}{manifest.buffer}",
+        buffer=f"{member}{' of ' * bool(member)}{manifest.buffer}",
         source=f"{store.name}, step {manifest.step}, {manifest.num_bytes:,} bytes{metadata}",
-        length=member.length,
+        length=rows.length,
         probability=probability,
         counters={
             counter: float(rest(_OF_PRIORITIES + counter))

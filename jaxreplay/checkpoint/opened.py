@@ -1,7 +1,6 @@
 """Rows of a checkpoint where they lie: an index on the device, and rows that a batch reads."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,8 +10,10 @@ from jaxreplay._util.aliases import PyTree
 from jaxreplay.buffers.jitted import buffer_of
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.tiered import Tiered
-from jaxreplay.checkpoint.contents import checkpoint_at, example_of
+from jaxreplay.checkpoint.contents import example_of
+from jaxreplay.checkpoint.files import Files
 from jaxreplay.checkpoint.fits import check_fits
+from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.reader import Reader
 from jaxreplay.checkpoint.restoring import Reading
 from jaxreplay.storage.host_rows import RowStore
@@ -42,7 +43,9 @@ class Opened(Tiered):
     """A buffer whose rows are those of a checkpoint, to sample and to read.
 
     Args:
-      path: As for `jaxreplay.open`, as are the other arguments.
+      saved: The checkpoint's files.
+      manifest: Its manifest.
+      buffer: As for `jaxreplay.open`, as are the other arguments.
 
     Attributes:
       example: One env's step, or an item, of the checkpoint.
@@ -50,21 +53,19 @@ class Opened(Tiered):
 
     def __init__(
         self,
-        path: Any,
+        saved: Files,
+        manifest: Manifest,
         buffer: ReplayBuffer[Any],
         example: PyTree,
-        step: int | None,
         member: str,
         cache_bytes: int,
     ):
-        self._look = functools.partial(checkpoint_at, path, step, member, 60.0, "open")
-        self._saved, self._manifest = self._look()
-        self._name, own = member, self._manifest.members[member]
-        of_rows = example_of(self._manifest, member, "open")
+        self._saved, self._manifest = saved, manifest
+        self._name, own = member, manifest.members[member]
+        of_rows = example_of("open", manifest, member)
         self._member, self._cache_bytes = own, cache_bytes
         self.read_only = (
-            f"the rows of {self._saved.name} are opened to be read; Replay.load copies them, for "
-            "all else"
+            f"the rows of {saved.name} are opened to be read; Replay.load copies them, for all else"
         )
         self.example = of_rows if example is None else example
         buffer = buffer_of("open", buffer)
@@ -72,7 +73,7 @@ class Opened(Tiered):
         if (buffer.autoreset is None) != (not layout.autoreset):
             kinds = ("items", "steps") if layout.autoreset else ("steps", "items")
             raise ValueError(
-                f"open: the buffer is one of {kinds[0]}, but {self._saved.name} has {kinds[1]}"
+                f"open: the buffer is one of {kinds[0]}, but {saved.name} has {kinds[1]}"
             )
         super().__init__(
             dataclasses.replace(
@@ -99,7 +100,7 @@ class Opened(Tiered):
         """
         manifest, name = self._manifest, self._name
         check_fits(manifest, self.buffer, {name: self.buffer}, {name: example}, {}, [])
-        reading = Reading(self._saved, manifest, name, self._member.first, lambda _: None)
+        reading = Reading(self._saved, manifest, name, self._member.first)
         state, every = self.index.init(example), np.arange(self.buffer.capacity)
         store = SavedRows(Reader(self._saved, self._member, self._cache_bytes))
         self._store = store
@@ -111,8 +112,3 @@ class Opened(Tiered):
         counters, numbers = reading.beside(self._member.length)
         layout, own = reading.layout_for(self.index), {"steps": steps, "flags": flags}
         return self._followed(reading.put_together(self.index, layout, own, counters, numbers))
-
-    def is_replaced(self) -> bool:
-        """Return whether another save has taken the place of this one, and may have deleted its
-        files."""
-        return self._look()[1].folder != self._manifest.folder

@@ -64,8 +64,23 @@ class Restored(NamedTuple):
 
 
 class Request(NamedTuple):
-    """Arguments of `Checkpointer.restore`, and the buffer's members by name."""
+    """Arguments of a restore.
 
+    Attributes:
+      store: The store to read from.
+      processes: The processes that restore together.
+      state_of: Returns a member's state, of its name and a `Reading`.
+      bar: Makes a progress bar from a title and a number of bytes.
+      buffer: The buffer.
+      members: Its members by name.
+      examples: One env's step, or item, of each.
+      extras: As for `Checkpointer.restore`, as are `step` and `allow_partial`.
+    """
+
+    store: Files
+    processes: Processes
+    state_of: Callable[[Any, "Reading"], Any]
+    bar: Callable[..., Any]
     buffer: Any
     members: Mapping[str, Any]
     examples: Mapping[str, Any]
@@ -74,25 +89,15 @@ class Request(NamedTuple):
     allow_partial: bool
 
 
-def restored(
-    store: Files,
-    chain: Chain,
-    processes: Processes,
-    request: Request,
-    state_of: Callable[[Any, "Reading"], Any],
-    bar: Callable[..., Any],
-) -> Restored:
+def restored(chain: Chain, request: Request) -> Restored:
     """Restore the newest intact checkpoint. If there is none, a partial restore takes the one of
     which most rows are left.
 
     Args:
-      store: The store to read from.
-      chain: Its checkpoints.
-      processes: The processes that restore together.
+      chain: The checkpoints.
       request: What to restore.
-      state_of: Returns a member's state, of its name and a `Reading`.
-      bar: Makes a progress bar from a title and a number of bytes.
     """
+    store, processes = request.store, request.processes
     given = request.step, request.allow_partial
     if any(other != given for other in processes.told(given)):
         raise ValueError("restore: step and allow_partial must be equal in all processes")
@@ -116,9 +121,7 @@ def restored(
             at = int(np.argmax(num_left)) if is_partial else 0
             manifest = untried[at]
             try:
-                return _read(
-                    store, processes, request, state_of, bar, manifest, left[at], problems, damaged
-                )
+                return _read(request, manifest, left[at], problems, damaged)
             except CorruptCheckpointError as error:
                 tried[manifest.folder] = f"step {manifest.step}: {error}"
     what, of_step, others = "nothing", "", ""
@@ -155,11 +158,7 @@ def _aligned(member: Member, first: np.ndarray) -> np.ndarray:
 
 
 def _read(
-    store: Files,
-    processes: Processes,
     request: Request,
-    state_of: Callable[[Any, "Reading"], Any],
-    bar: Callable[..., Any],
     manifest: Manifest,
     left: Mapping[str, np.ndarray],
     problems: list[str],
@@ -168,6 +167,7 @@ def _read(
     """Read one checkpoint.
 
     Args:
+      request: What to restore.
       manifest: Its manifest.
       left: int64[E], the first row of each stream to read, by member.
       problems: Problems of other checkpoints, for the warning.
@@ -181,12 +181,12 @@ def _read(
         num_bytes = sum(
             one.memory(request.examples[name]).total for name, one in request.members.items()
         )
-    states = {}
-    with bar(f"restore {manifest.step}", num_bytes) as told, processes.agreed():
+    states, title = {}, f"restore {manifest.step}"
+    with request.bar(title, num_bytes) as told, request.processes.agreed():
         for name in request.members:
-            reading = Reading(store, manifest, name, left.get(name), told.update)
-            states[name] = state_of(name, reading)
-        rest = Rest(store, manifest, told.update)
+            reading = Reading(request.store, manifest, name, left.get(name), told.update)
+            states[name] = request.state_of(name, reading)
+        rest = Rest(request.store, manifest, told.update)
         extras = extras_of.restored(request.extras, rest.arrays([*wanted]).__getitem__)
         beside = rest.arrays([name for name in manifest.rest if name.startswith(extras_of.BESIDE)])
     lost = [
@@ -216,10 +216,15 @@ class Rest:
     Args:
       store: The store to read from.
       manifest: The checkpoint's manifest.
-      progress: Called with the number of bytes read.
+      progress: Called with the number of bytes read. Default: nothing is.
     """
 
-    def __init__(self, store: Files, manifest: Manifest, progress: Callable[[int], Any]):
+    def __init__(
+        self,
+        store: Files,
+        manifest: Manifest,
+        progress: Callable[[int], Any] = lambda num_bytes: None,
+    ):
         self._store, self._manifest, self._progress = store, manifest, progress
 
     def pieces(self, names: Iterable[str]) -> Iterator[tuple[Piece, np.ndarray]]:
@@ -269,7 +274,7 @@ class Reading:
         manifest: Manifest,
         name: str,
         first: np.ndarray | None,
-        progress: Callable[[int], Any],
+        progress: Callable[[int], Any] = lambda num_bytes: None,
     ):
         self._store, self._manifest, self._name = store, manifest, name
         self._progress = progress

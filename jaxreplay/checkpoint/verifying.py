@@ -1,6 +1,6 @@
 """Verification: compare stored files with their checksums."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from jaxreplay.checkpoint import bundle
@@ -28,21 +28,24 @@ def _groups(manifest: Manifest) -> dict[str, Sums]:
     return {one.file: one.sums for one in groups if one.sums is not None}
 
 
-def _problems(store: Files, files: Iterable[tuple[str, Sums]]) -> dict[str, str]:
+def _problems(
+    store: Files, files: Mapping[str, Sums], note: Callable[[int], Any] = lambda num_read: None
+) -> dict[str, str]:
     """Read files. Return the problem of each damaged one, by its name."""
     found = {}
-    for name, sums in files:
+    for name, sums in files.items():
         try:
             bundle.checked(store, name, sums)
         except CorruptCheckpointError as error:
             found[name] = str(error)
+        note(1)
     return found
 
 
 def damaged_groups(store: Files, manifests: Iterable[Manifest]) -> dict[str, str]:
     """Read all rows of checkpoints. Return the problem of each damaged file, by its name."""
     groups = {name: sums for one in manifests for name, sums in _groups(one).items()}
-    return _problems(store, groups.items())
+    return _problems(store, groups)
 
 
 def verified(store: Files, chain: Chain, bar: Callable[..., Any]) -> list[Verified]:
@@ -52,35 +55,23 @@ def verified(store: Files, chain: Chain, bar: Callable[..., Any]) -> list[Verifi
       bar: Makes a progress bar from a title, a total and a unit.
     """
     while True:
-        manifests, problems = chain.read()
-        read = _read(store, manifests, bar)
-        found = {one.folder: wrong for one, wrong in zip(manifests, read, strict=True)}
+        manifests, unreadable = chain.read()
+        files = {
+            one.folder: {one.file_name(number): sums for number, sums in enumerate(one.files)}
+            | _groups(one)
+            for one in manifests
+        }
+        every = {name: sums for own in files.values() for name, sums in own.items()}
+        with bar("verify", len(every), unit="file") as told:
+            wrong = _problems(store, every, told.update)
+        found = {
+            one.folder: Verified(
+                one.step, [wrong[name] for name in files[one.folder] if name in wrong]
+            )
+            for one in manifests
+        }
         # leave out checkpoints that a run has deleted meanwhile
-        if any(one.problems for one in found.values()):
-            left = {manifest.folder for manifest in chain.read()[0]}
-            found = {
-                folder: one for folder, one in found.items() if not one.problems or folder in left
-            }
-            if left and not found:
-                continue
-        return [*found.values(), *([Verified(None, problems)] if problems else [])]
-
-
-def _read(store: Files, manifests: list[Manifest], bar: Callable[..., Any]) -> list[Verified]:
-    rest = [
-        {one.file_name(number): sums for number, sums in enumerate(one.files)} for one in manifests
-    ]
-    files = [own | _groups(one) for one, own in zip(manifests, rest, strict=True)]
-    every = {name: sums for own in files for name, sums in own.items()}
-    with bar("verify", len(every), unit="file") as told:
-
-        def each() -> Iterable[tuple[str, Sums]]:
-            for one in every.items():
-                yield one
-                told.update(1)
-
-        wrong = _problems(store, each())
-    return [
-        Verified(one.step, [wrong[name] for name in own if name in wrong])
-        for one, own in zip(manifests, files, strict=True)
-    ]
+        left = {one.folder for one in chain.read()[0]} if wrong else {*found}
+        kept = [one for folder, one in found.items() if not one.problems or folder in left]
+        if kept or not left:
+            return [*kept, *([Verified(None, unreadable)] if unreadable else [])]

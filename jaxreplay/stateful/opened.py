@@ -58,13 +58,11 @@ def open(
       ...     len(replay), replay.sample().experience["x"].tolist()
       (5, [1.0, 1.0, 1.0, 1.0])
     """
-    from jaxreplay.checkpoint import CorruptCheckpointError
+    from jaxreplay.checkpoint.contents import at_checkpoint
     from jaxreplay.checkpoint.opened import Opened
 
-    while True:
-        tier = Opened(path, buffer, example, step, member, cache_bytes)
-        try:
-            return Replay(tier.buffer, example=tier.example, rows=tier, **options)
-        except CorruptCheckpointError:
-            if not tier.is_replaced():
-                raise
+    def use(store: Any, manifest: Any) -> Replay:
+        tier = Opened(store, manifest, buffer, example, member, cache_bytes)
+        return Replay(tier.buffer, example=tier.example, rows=tier, **options)
+
+    return at_checkpoint("open", use, path, step, member)

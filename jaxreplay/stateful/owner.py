@@ -32,7 +32,6 @@ from jaxreplay.types import Sample
 if TYPE_CHECKING:
     from jaxreplay.checkpoint import Checkpointer
 
-_TIMEOUT = 60.0  # seconds that a request to an object store may take
 _METADATA = "replay"  # key of the replay's metadata in a checkpoint
 
 
@@ -342,11 +341,9 @@ class StateOwner(Owner):
     def example_in(self, path: Any, step: int | None, member: str = "") -> Any:
         from jaxreplay.checkpoint import contents  # an extra
 
-        _, manifest = contents.checkpoint_at(path, step, member, _TIMEOUT, "load")
-        own = self.place.example  # of rows in files
-        if own is not None and manifest.has_index(member):
-            return own
-        return contents.example_of(manifest, member, "load")
+        in_files = self.place.example
+        use = lambda _, manifest: contents.example_of("load", manifest, member, in_files)
+        return contents.at_checkpoint("load", use, path, step, member)
 
     @property
     def is_lost(self) -> bool:

@@ -70,7 +70,7 @@ def shared(tmp_path):
     return checkpointer, tmp_path / "run"
 
 
-def test_verify_names_what_is_broken_in_each_generation(shared, capsys):
+def test_verify_names_what_is_broken_in_each_checkpoint(shared, capsys):
     checkpointer, path = shared
     steps = (48, 44, 40)
     assert [tuple(found) for found in checkpointer.verify()] == [(step, []) for step in steps]
@@ -149,7 +149,7 @@ def test_only_what_is_lost_is_left_out(shared):
     assert numbers(REPLAY, state) == numbered([*left, 48, 49, 50])
 
 
-def test_when_the_rest_is_broken_an_older_generation_is_salvaged(shared):
+def test_when_the_rest_is_broken_an_older_checkpoint_is_restored(shared):
     checkpointer, path = shared
     damage(path, checkpointer)
     flipped(next((path / "rest").glob("*3-*")))

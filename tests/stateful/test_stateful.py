@@ -702,7 +702,7 @@ def test_places_that_are_named_alike_are_told_apart(monkeypatch):
     assert at(one) is not second
 
 
-def test_a_checkpointer_s_generation_can_be_loaded_and_a_replay_s_restored(saved):
+def test_a_checkpointer_s_checkpoint_can_be_loaded_and_a_replay_s_restored(saved):
     replay, path = saved
     state = checkpoint.restore(path, replay.buffer, EXAMPLE)
     assert_same(jax.tree.leaves(state), rows_of(replay))
