@@ -216,7 +216,7 @@ def _method_of(buffer: Any, name: str, verb: Verb) -> Callable[..., Any]:
     whole = getattr(buffer, "buffer", buffer)  # the one that a sharded buffer divides
     takes_steps = verb.takes_steps and getattr(whole, "autoreset", None) is not None
     # a buffer over several devices has no number of rows of a call
-    count = verb.counts if hasattr(buffer, "num_envs") else None
+    count = verb.counts if isinstance(buffer, ReplayBuffer) else None
     most = None  # `few_rows` of the first state
 
     @functools.wraps(getattr(buffer, name))

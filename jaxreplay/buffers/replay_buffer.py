@@ -329,6 +329,11 @@ class ReplayBuffer(Static, Generic[T]):
                 f"sample: {type(self.sampler).__name__} consumes rows: state, batch = "
                 "buffer.pop(state, key)"
             )
+        if key is None:
+            raise TypeError(
+                "sample: needs a state and a key: buffer.sample(state, jax.random.key(0)); "
+                "jaxreplay.Replay(buffer) keeps both, and has sample(batch_size)"
+            )
         return self._draw("sample", state, key, batch_size, options)[1]
 
     def pop(
@@ -365,11 +370,6 @@ class ReplayBuffer(Static, Generic[T]):
         return self._draw("pop", state, key, batch_size, options)
 
     def _draw(self, where, state, key, batch_size, options) -> tuple[ReplayState, Sample[T]]:
-        if key is None:
-            raise TypeError(
-                f"{where}: needs a state and a key: buffer.{where}(state, jax.random.key(0)); "
-                "jaxreplay.Replay(buffer) keeps both, and has sample(batch_size)"
-            )
         state = check_state(where, self, state)
         batch_size = self.batch_size if batch_size is None else batch_size
         checks.check_size(where, "batch_size", batch_size)

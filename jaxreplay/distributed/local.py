@@ -6,21 +6,21 @@ what all shards must agree on goes through collectives: a few numbers for a batc
 
 import dataclasses
 import functools
-from typing import Any, Generic, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxreplay._util import checks, xla
 from jaxreplay._util.aliases import Key, PyTree
-from jaxreplay._util.struct import Static
 from jaxreplay.buffers import step_checks
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import check_state, example_of
 from jaxreplay.samplers.prioritized import SMALLEST
+from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.storage.state import ReplayState
-from jaxreplay.types import Index, Sample, SampleOptions, T
+from jaxreplay.types import Index, Sample, T
 
 
 class _Whole(NamedTuple):
@@ -37,17 +37,33 @@ class _Whole(NamedTuple):
     can_sample: jax.Array
 
 
-class Local(Static, Generic[T]):
-    """One shard of a buffer: methods for the inside of a `jax.shard_map`. D is the number of
-    shards.
+class Shard(ReplayBuffer[T]):
+    """One shard of a buffer: a `ReplayBuffer` of its part of the envs, the rows and the batch, for
+    the inside of a `jax.shard_map`. D is the number of shards.
 
-    `jaxreplay.sharded(...).local` makes it.
+    `jaxreplay.sharded(...).local` makes it. Its methods take and return what those of a
+    `ReplayBuffer` do, of this shard alone: steps of its envs, its part of a batch. Common to all
+    shards are the key, `batch_size`, the numbers of `envs`, `size`, `can_sample`, `metrics`, and
+    the largest priority. Rows of `index` count through all shards. Rows of other shards are ignored
+    by `write` and `update_priorities`, are not valid in a `get`, and have no `age`.
 
     Args:
-      buffer: The buffer of one shard, with its part of the envs, the rows and the batch.
+      capacity: Rows of this shard.
+      num_envs: Number of envs of this shard. Default: 1.
+      batch_size: Number of items of this shard in a sample, if `sample` is given no other.
+      sampler: Chooses the rows of a sample.
+      view: Reads an item around each row.
+      autoreset: As for `ReplayBuffer`, as are `allow_mask`, `allow_write`, `track_episodes`,
+        `num_agents` and `platform`. Default: None.
+      allow_mask: Let `add` and `extend` take a mask. Default: False.
+      allow_write: Let `write` change stored rows. Default: False.
+      min_size: Number of sampleable rows of all shards from which on `can_sample` is True.
+        Default: 1.
+      track_episodes: Keep the table that `episode_table` needs. Default: False.
+      num_agents: Number of agents in each env. Default: one flag for each env.
+      platform: Memory layout of new states. Default: that of JAX's default device.
       num_shards: D.
       axis: Name of the mesh's axis, or a tuple of names.
-      min_size: Number of sampleable rows of all shards from which on `can_sample` is True.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -66,13 +82,21 @@ class Local(Static, Generic[T]):
       [1.0, 1.0, 1.0, 1.0]
     """
 
-    buffer: ReplayBuffer[T]
     num_shards: int
     axis: Any
-    min_size: int
+
+    def _check(self) -> None:
+        """Check nothing: `min_size` is of all shards, and `shard_of` has checked the parts."""
+
+    @functools.cached_property
+    def buffer(self) -> ReplayBuffer[T]:
+        """The buffer of this shard, as it is without the others."""
+        names = (field.name for field in dataclasses.fields(ReplayBuffer))
+        own: Any = {name: getattr(self, name) for name in names} | {"min_size": 1}
+        return ReplayBuffer(**own)
 
     def own(self, state: ReplayState) -> ReplayState:
-        """Return this shard's state, of its part of the global state.
+        """Return this shard's state, of its part of the global state of a sharded buffer.
 
         Args:
           state: Leaves as in `ReplayState`, but scalars are [1].
@@ -95,207 +119,37 @@ class Local(Static, Generic[T]):
             its stored rows.
         """
         leaves, structure = jax.tree.flatten(example_of(state.layout, state.rows.steps))
-        rows = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-        return _specs(self.buffer, state.layout.platform, structure, rows)
+        return _specs(state.layout, structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
 
-    def add(
-        self,
-        state: ReplayState,
-        step: PyTree,
-        mask: Any = None,
-        priority: Any = None,
-        envs: Any = None,
-    ) -> ReplayState:
-        """Append one step of each of this shard's envs, as `ReplayBuffer.add` does.
-
-        Args:
-          state: This shard's state, donated.
-          step: Leaves [E / D, ...].
-          mask: bool[E / D]. Default: every env took a step.
-          priority: float[E / D]. Default: as for `ReplayBuffer.add`, the largest of any shard.
-          envs: int32[e], numbers among the envs of all shards; with it the leaves are [e, ...].
-            Steps of other shards' envs are dropped. Default: all envs of this shard.
-
-        Returns:
-          The shard's new state.
-        """
-        state = self.buffer.add(state, step, mask, priority, envs=self._own_envs(envs))
-        return self._agreed(state, priority is not None)
-
-    def extend(
-        self,
-        state: ReplayState,
-        steps: PyTree,
-        mask: Any = None,
-        priority: Any = None,
-        envs: Any = None,
-    ) -> ReplayState:
-        """Append a block of steps, as `ReplayBuffer.extend` does.
-
-        Args:
-          state: This shard's state, donated.
-          steps: Leaves [T, E / D, ...].
-          mask: bool[T, E / D]. Default: every env took every step.
-          priority: float[T, E / D]. Default: as for `ReplayBuffer.add`, the largest of any shard.
-          envs: int32[e], as for `add`. Default: all envs of this shard.
-
-        Returns:
-          The shard's new state.
-        """
-        state = self.buffer.extend(state, steps, mask, priority, envs=self._own_envs(envs))
-        return self._agreed(state, priority is not None)
-
-    def end_streams(self, state: ReplayState, mask: Any = None) -> ReplayState:
-        """End the unfinished episodes, as `ReplayBuffer.end_streams` does.
-
-        Args:
-          state: This shard's state, donated.
-          mask: bool[E / D], False for envs that go on. Default: every env was reset.
-
-        Returns:
-          The shard's new state.
-        """
-        return self.buffer.end_streams(state, mask)
-
-    def drop(self, state: ReplayState, mask: Any) -> ReplayState:
-        """Give up unfinished episodes, as `ReplayBuffer.drop` does.
-
-        Args:
-          state: This shard's state, donated.
-          mask: bool[E / D], True for the envs whose episode is given up.
-
-        Returns:
-          The shard's new state.
-        """
-        return self.buffer.drop(state, mask)
-
-    def clear(self, state: ReplayState) -> ReplayState:
-        """Remove all rows.
-
-        Args:
-          state: This shard's state, donated.
-
-        Returns:
-          The shard's new state.
-        """
-        return self.buffer.clear(state)
-
-    def adopt(self, state: ReplayState) -> ReplayState:
-        """Make this shard's part of another sharded buffer's state this buffer's, as
-        `ReplayBuffer.adopt` does. Streams stay on their device.
-
-        Args:
-          state: The part of the global state of a buffer with as many shards.
-
-        Returns:
-          This shard's state.
-        """
-        layout = state.layout
-        sampler = () if layout.sampler is None else layout.sampler.init(layout)
-        specs = jax.eval_shape(
-            lambda: ReplayState.empty(layout, example_of(layout, state.rows.steps), sampler)
-        )
-        own = jax.tree.map(lambda leaf, spec: leaf.reshape(spec.shape), state, specs)
-        return self._agreed(self.buffer.adopt(own), True)
-
-    def sample(
-        self,
-        state: ReplayState,
-        key: Key,
-        batch_size: int | None = None,
-        **options: Unpack[SampleOptions],
+    def get(
+        self, state: ReplayState, index: Any, key: Key | None = None, **options: Any
     ) -> Sample[T]:
-        """Sample this shard's part of a batch.
+        return super().get(state, self._own_index(index), key, **options)
 
-        Args:
-          state: This shard's state.
-          key: Random key, the same on all shards; consumed.
-          batch_size: Number of items of all shards B, static. Default: the buffer's.
-          options: As for `ReplayBuffer.sample`.
-
-        Returns:
-          The items, leaves [B / D, ...]. Rows of `index` count through all shards.
-        """
-        size = self.buffer.batch_size
-        if batch_size is not None:
-            size = part_of("sample", "batch_size", batch_size, self.num_shards)
-        state = check_state("sample", self.buffer, state)
-        return self._sampled(state, key, size, step_checks.of_call("sample", self.buffer, options))
+    def age(self, state: ReplayState, index: Index) -> jax.Array:
+        return super().age(state, self._own_index(index))
 
     def write(self, state: ReplayState, index: Index, values: Any) -> ReplayState:
-        """Overwrite leaves of sampled rows, as `ReplayBuffer.write` does.
-
-        Args:
-          state: This shard's state, donated.
-          index: `batch.index` of this shard's items.
-          values: As for `ReplayBuffer.write`.
-
-        Returns:
-          The shard's new state.
-        """
-        return self.buffer.write(state, self._own_index(index), values)
-
-    def map_rows(
-        self, state: ReplayState, function: Any, *arguments: Any, block: int = 65_536
-    ) -> ReplayState:
-        """Compute leaves of all rows of this shard anew, as `ReplayBuffer.map_rows` does.
-
-        Args:
-          state: This shard's state, donated.
-          function: As for `ReplayBuffer.map_rows`.
-          arguments: Further arguments of the function.
-          block: Number of rows that are computed at once. Default: 65,536.
-
-        Returns:
-          The shard's new state.
-        """
-        return self.buffer.map_rows(state, function, *arguments, block=block)
+        return super().write(state, self._own_index(index), values)
 
     def update_priorities(self, state: ReplayState, index: Index, priority: Any) -> ReplayState:
-        """Set the priorities of rows of this shard.
+        return self._agreed(super().update_priorities(state, self._own_index(index), priority))
 
-        Rows of other shards are ignored, and count as stale.
+    def adopt(self, state: ReplayState) -> ReplayState:
+        return self._agreed(super().adopt(state))
 
-        Args:
-          state: This shard's state, donated.
-          index: `batch.index` of this shard's part of a batch, leaves [B / D].
-          priority: float[B / D], at least 0.
-
-        Returns:
-          The shard's new state.
-        """
-        index = self._own_index(index)
-        return self._agreed(self.buffer.update_priorities(state, index, priority), True)
+    def merge(self, state: ReplayState, other: ReplayState) -> ReplayState:
+        return self._agreed(super().merge(state, other))
 
     def size(self, state: ReplayState) -> jax.Array:
-        """Return the number of sampleable rows of all shards, int32[].
-
-        Args:
-          state: This shard's state.
-        """
-        return jax.lax.psum(self.buffer.size(state), self.axis)
-
-    def can_sample(self, state: ReplayState) -> jax.Array:
-        """Return whether a sample of all shards is valid, bool[].
-
-        Args:
-          state: This shard's state.
-        """
-        can_sample = self.buffer.can_sample(state).astype(jnp.int32)
-        size, can_sample = jax.lax.psum((self.buffer.size(state), can_sample), self.axis)
-        return (size >= self.min_size) & (can_sample > 0)
+        return jax.lax.psum(super().size(state), self.axis)
 
     def metrics(self, state: ReplayState) -> dict[str, jax.Array]:
-        """Return figures to log, of all shards together, as `Sharded.metrics` does.
-
-        Args:
-          state: This shard's state.
-        """
-        own = self.buffer.metrics(state)
-        counts = ("size", "num_ignored_writes", *self.buffer.sampler.counts)
+        own = super().metrics(state)
+        counts = ("size", "num_ignored_writes", *self.sampler.counts)
         sums = {name: own[name] for name in counts if name in own}
         sums["fill"] = own["fill"] / self.num_shards
-        alpha = getattr(self.buffer.sampler, "alpha", 1.0)
+        alpha = getattr(self.sampler, "alpha", 1.0)
         if "mean_priority" in own:
             sums["mean_priority"] = own["mean_priority"] ** alpha * own["size"]
         found = self._summed(sums)
@@ -313,29 +167,53 @@ class Local(Static, Generic[T]):
         each = jax.lax.psum(jax.tree.map(lambda x: jnp.where(is_own, x, 0), tree), self.axis)
         return jax.tree.map(lambda numbers: numbers.sum(dtype=numbers.dtype), each)
 
-    def _sampled(
-        self, state: ReplayState, key: Key, size: int, buffer: ReplayBuffer[T]
-    ) -> Sample[T]:
-        """Sample `size` items from this shard's rows, by its buffer with parameters of this call.
+    def _checked(self, where, state, steps, mask, priority, envs=None, is_block=False):
+        if envs is not None:
+            envs = jnp.asarray(envs) - self._first(self.num_envs)
+        return super()._checked(where, state, steps, mask, priority, envs, is_block)
 
-        All shards sample equally many, though their shares of the distribution differ. So an item's
-        weight has the factor D * share.
-        """
-        sampler, place = buffer.sampler, jax.lax.axis_index(self.axis)
-        key = jax.random.fold_in(key, place)
-        rows = Sampleable.of(state)
-        _, row, probability = sampler.sample(state.sampler, rows, key, size)
+    def _write(self, state, steps, mask, priority, envs) -> ReplayState:
+        state = super()._write(state, steps, mask, priority, envs)
+        return state if priority is None else self._agreed(state)
+
+    def _can_sample(self, state: ReplayState, rows: Sampleable) -> jax.Array:
+        size = self.sampler.size(state.sampler, rows)
+        can_sample = (size > 0) & self.sampler.can_sample(state.sampler, rows)
+        own = size, can_sample.astype(jnp.int32)
+        size, can_sample = jax.lax.psum(own, self.axis)
+        return (size >= self.min_size) & (can_sample > 0)
+
+    def _draw(self, where, state, key, batch_size, options) -> tuple[ReplayState, Sample[T]]:
+        """Sample this shard's part of a batch. All shards sample equally many items, though their
+        shares of the distribution differ. So an item's weight has the factor D * share."""
+        size = self.batch_size
+        if batch_size is not None:
+            size = part_of(where, "batch_size", batch_size, self.num_shards)
+        state = check_state(where, self, state)
+        self = step_checks.of_call(where, self, options)
+        key, rows = jax.random.fold_in(key, jax.lax.axis_index(self.axis)), Sampleable.of(state)
+        _, row, probability = self.sampler.sample(state.sampler, rows, key, size)
         whole = self._whole(state, rows, probability)
-        share = whole.share[place]
+        has_share = whole.share[jax.lax.axis_index(self.axis)] > 0
+        is_valid = whole.can_sample & has_share & (probability > 0)
+        return state, self._read(state, row, probability, is_valid, key, whole)
 
-        # The probability of each item among the rows of all shards.
+    def _read(self, state, row, probability, is_valid, key, reference: Any = None) -> Sample[T]:
+        """Read the items of rows of this shard, with their probabilities among those of all.
+
+        Args:
+          reference: What `_whole` returned of this draw. Default: it is asked.
+        """
+        whole = reference
+        if whole is None:
+            whole = self._whole(state, Sampleable.of(state), jnp.where(is_valid, probability, 0))
+        share = whole.share[jax.lax.axis_index(self.axis)]
         is_sampled = (probability > 0) & (share > 0)
         probability = jnp.where(is_sampled, jnp.maximum(probability * share, SMALLEST), 0)
-        is_valid = whole.can_sample & is_sampled
-        batch = buffer._read(state, row, probability, is_valid, key, whole.reference)
+        batch = super()._read(state, row, probability, is_valid, key, whole.reference)
         is_index = lambda node: isinstance(node, Index)
         among_all = lambda node: (
-            node.replace(row=node.row + self._first_row()) if is_index(node) else node
+            node.replace(row=node.row + self._first(self.capacity)) if is_index(node) else node
         )
         batch = jax.tree.map(among_all, batch, is_leaf=is_index)
         return batch.replace(weight=batch.weight * (self.num_shards * share))
@@ -348,7 +226,7 @@ class Local(Static, Generic[T]):
           rows: Its sampleable rows.
           probability: float32[...], the probabilities of what was drawn, on this shard alone.
         """
-        sampler = self.buffer.sampler
+        sampler = self.sampler
         size = sampler.size(state.sampler, rows)
         mass = jnp.where(size > 0, sampler.mass(state.sampler, rows), 0)
         # the smallest positive probability
@@ -371,30 +249,26 @@ class Local(Static, Generic[T]):
         reference = jnp.min(jnp.where(share > 0, reference * share, jnp.inf))
         return _Whole(share, reference, (size >= self.min_size) & (total > 0))
 
-    def _agreed(self, state: ReplayState, is_changed: bool) -> ReplayState:
+    def _agreed(self, state: ReplayState) -> ReplayState:
         """Give all shards the largest priority of any, which new rows get."""
         largest = getattr(state.sampler, "max_priority", None)
-        if not is_changed or largest is None:
+        if largest is None:
             return state
         largest = xla.varying(jax.lax.pmax(largest, self.axis), self.axis)
         return state.replace(sampler=state.sampler.replace(max_priority=largest))
 
     def _own_index(self, index: Any) -> Any:
-        """Return an index among all rows as one of this shard's; -1 for rows of others. Anything
-        else stays, for the buffer's error."""
+        """Return an index among all rows as one of this shard's; -1 for rows of others."""
         if not isinstance(index, Index):
-            return index
-        row = index.row - self._first_row()
-        is_own = (row >= 0) & (row < self.buffer.capacity)
+            return index - self._first(self.capacity) if isinstance(index, jax.Array) else index
+        row = index.row - self._first(self.capacity)
+        is_own = (row >= 0) & (row < self.capacity)
         return index.replace(row=jnp.where(is_own, row, -1))
 
-    def _own_envs(self, envs: Any) -> Any:
-        """Return numbers among all envs as those of this shard's; others are out of range."""
-        return None if envs is None else envs - jax.lax.axis_index(self.axis) * self.buffer.num_envs
-
-    def _first_row(self) -> jax.Array:
-        """Return the number of this shard's first row among all rows."""
-        return jax.lax.axis_index(self.axis) * self.buffer.capacity
+    def _first(self, num: int) -> jax.Array:
+        """Return the number of this shard's first row, or env, among those of all shards, of which
+        each has `num`."""
+        return jax.lax.axis_index(self.axis) * num
 
 
 def part_of(where: str, name: str, size: int, num_shards: int) -> int:
@@ -439,7 +313,7 @@ def shard_of(where: str, buffer: ReplayBuffer[T], num_shards: int) -> ReplayBuff
 
 
 @functools.lru_cache(maxsize=256)
-def _specs(buffer: ReplayBuffer, platform: str, structure: Any, rows: Any) -> ReplayState:
-    leaves = [jax.ShapeDtypeStruct(*row) for row in rows]
-    example = jax.tree.unflatten(structure, leaves)
-    return jax.eval_shape(functools.partial(buffer._empty, platform=platform), example)
+def _specs(layout: Layout, structure: Any, rows: Any) -> ReplayState:
+    example = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*row) for row in rows])
+    sampler = () if layout.sampler is None else layout.sampler.init(layout)
+    return jax.eval_shape(lambda: ReplayState.empty(layout, example, sampler))

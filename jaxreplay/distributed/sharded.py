@@ -1,39 +1,64 @@
 """One buffer whose envs and rows are divided among the devices of a mesh's axis."""
 
-import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable
-from typing import Any, Generic, Unpack
+from typing import TYPE_CHECKING, Any, Generic, cast
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jaxreplay._util import checks, xla
-from jaxreplay._util.aliases import Key, PyTree
+from jaxreplay._util.aliases import PyTree
 from jaxreplay._util.names import kind_of
 from jaxreplay._util.struct import Static
 from jaxreplay.buffers import memory, step_checks
 from jaxreplay.buffers.jitted import buffer_of
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
-from jaxreplay.distributed.local import Local, part_of, shard_of
+from jaxreplay.buffers.verbs import VERBS
+from jaxreplay.distributed.local import Shard, part_of, shard_of
 from jaxreplay.samplers import Sampler
 from jaxreplay.storage import platforms, stored_arrays
 from jaxreplay.storage.state import ReplayState
-from jaxreplay.types import Index, Sample, SampleOptions, T
+from jaxreplay.types import Index, T
 
 # In older versions, JAX's own `searchsorted` fails the check of types inside of a `shard_map`.
 _HAS_TYPES = jax.__version_info__ >= (0, 10)
 
 
-class Sharded(Static, Generic[T]):
+if TYPE_CHECKING:
+    _Base = ReplayBuffer
+else:
+
+    class _Base(Static, Generic[T]):
+        pass
+
+
+# arguments that are no arrays
+_STATIC = frozenset(("self", "batch_size", "function", "block", "num_steps"))
+_SIGNATURES = {
+    name: inspect.signature(getattr(ReplayBuffer, name)) for name in VERBS if name != "close"
+}
+
+
+class Sharded(_Base[T]):
     """A buffer over the D devices of an axis; `jaxreplay.sharded` makes it.
 
     Its methods are those of a `ReplayBuffer`, for the inside of your `jit`, on global arrays: env
     and batch axes are divided along the mesh's axis. The state is a `ReplayState` whose leaves are
     those of the shards one after another; scalars are [D]. A row's number in `index` is that of its
-    place in the stored leaves.
+    place in the stored leaves. Its other members are those of the buffer as a whole.
+
+    They differ in these points. `batch_size` is a multiple of D. An item of an `index` must be
+    where `sample` put it in the batch, on the device of its row: elsewhere, `get` returns it as
+    invalid, `update_priorities` and `write` count it as stale, and its `age` has no meaning. New
+    rows get the largest priority of any shard. All devices get the whole `envs`, `step`, `mask`
+    and `priority` of a call with `envs`, and the arguments of `map_rows`. The states of `adopt` and
+    `merge` are of sharded buffers with as many shards, and streams stay on their device. `metrics`
+    are of all shards; of a sampler of your own, those that its `counts` names are added up, and
+    others are left out. There is no `episode_table`, and no `pop`.
 
     Args:
       buffer: The buffer as a whole: all envs, rows and items of a batch.
@@ -97,16 +122,13 @@ class Sharded(Static, Generic[T]):
         return math.prod(self.mesh.shape[name] for name in self._axes)
 
     @functools.cached_property
-    def local(self) -> Local[T]:
-        """The methods of one shard, for the inside of a `jax.shard_map`."""
+    def local(self) -> Shard[T]:
+        """The buffer of one shard, for the inside of a `jax.shard_map`."""
         own = shard_of("sharded", self.buffer, self.num_shards)
         platform = own.platform or platforms.platform_of(self.mesh.devices.flat[0])
-        return Local(
-            buffer=dataclasses.replace(own, platform=platform),
-            num_shards=self.num_shards,
-            axis=self.axis,
-            min_size=self.buffer.min_size,
-        )
+        given = {"platform": platform, "min_size": self.buffer.min_size}
+        fields = own._fields() | given
+        return Shard(**fields, num_shards=self.num_shards, axis=self.axis)
 
     def init(self, example: PyTree) -> ReplayState:
         """Make an empty state, each device its own part.
@@ -125,13 +147,13 @@ class Sharded(Static, Generic[T]):
         if not checks.is_tracing():
             memory.check_fits("init", self._memory_here(example))
         specs = checks.specs("init", example)
-        make = self._mapped(lambda: local.stacked(local.buffer.init(specs)), (), P(self.axis))
+        make = self._mapped(lambda: local.stacked(local.init(specs)), (), P(self.axis))
         return jax.jit(make)()
 
     def _memory_here(self, example: PyTree) -> memory.Memory:
         """Return the memory that `init` takes where one device's free memory is known: that of one
         part or, as the CPU devices of a process share the host's, of all its parts."""
-        of_part = self.local.buffer.memory(example)
+        of_part = self.local.memory(example)
         here = self.mesh.local_devices
         num = len(here) if here and here[0].platform == "cpu" else 1
         leaves = {name: num * size for name, size in of_part.leaves.items()}
@@ -156,257 +178,71 @@ class Sharded(Static, Generic[T]):
             lambda leaf: jax.make_array_from_process_local_data(sharding, np.asarray(leaf)), tree
         )
 
-    def add(
-        self,
-        state: ReplayState,
-        step: PyTree,
-        mask: Any = None,
-        priority: Any = None,
-        *,
-        envs: Any = None,
-    ) -> ReplayState:
-        """Append one step of every env, or of some envs.
+    def __dir__(self) -> list[str]:
+        return [*{*super().__dir__(), *(name for name in dir(self.buffer) if name[0] != "_")}]
 
-        Args:
-          state: Donated.
-          step: Leaves [E, ...], as for `ReplayBuffer.add`.
-          mask: bool[E]. Default: every env took a step.
-          priority: float[E]. Default: as for `ReplayBuffer.add`, the largest of any shard.
-          envs: int32[E], as for `ReplayBuffer.add`; each device gets all of these steps, and
-            writes those of its own envs. Default: all envs.
+    if not TYPE_CHECKING:  # a type checker knows the methods of a `ReplayBuffer`
 
-        Returns:
-          The new state.
-        """
-        own = self._own_specs("add", state)
-        given, envs = self.buffer._checked("add", own, step, mask, priority, envs)
-        spec = P(self.axis) if envs is None else P()
-        return self._change(self.local.add, state, (*given, envs), spec)
-
-    def extend(
-        self,
-        state: ReplayState,
-        steps: PyTree,
-        mask: Any = None,
-        priority: Any = None,
-        *,
-        envs: Any = None,
-    ) -> ReplayState:
-        """Append a block of steps.
-
-        Args:
-          state: Donated.
-          steps: Leaves [T, E, ...], as for `ReplayBuffer.extend`.
-          mask: bool[T, E]. Default: every env took every step.
-          priority: float[T, E]. Default: as for `ReplayBuffer.add`, the largest of any shard.
-          envs: int32[E], as for `add`. Default: all envs.
-
-        Returns:
-          The new state.
-        """
-        own = self._own_specs("extend", state)
-        given = steps, mask, priority, envs
-        given, envs = self.buffer._checked("extend", own, *given, is_block=True)
-        spec = P(None, self.axis) if envs is None else P()
-        return self._change(self.local.extend, state, (*given, envs), spec)
-
-    def end_streams(self, state: ReplayState, mask: Any = None) -> ReplayState:
-        """End the unfinished episodes, after a reset that no step tells.
-
-        Args:
-          state: Donated.
-          mask: bool[E], False for envs that go on. Default: every env was reset.
-
-        Returns:
-          The new state.
-        """
-        self._own_specs("end_streams", state)
-        if mask is not None:
-            step_checks.check_mask("end_streams", mask, True, (self.buffer.num_envs,))
-        return self._change(self.local.end_streams, state, (mask,), P(self.axis))
-
-    def drop(self, state: ReplayState, mask: Any) -> ReplayState:
-        """Give up the unfinished episodes of some envs, as `ReplayBuffer.drop` does.
-
-        Args:
-          state: Donated.
-          mask: bool[E], True for the envs whose episode is given up.
-
-        Returns:
-          The new state.
-        """
-        self._own_specs("drop", state)
-        step_checks.check_mask("drop", mask, True, (self.buffer.num_envs,))
-        return self._change(self.local.drop, state, (mask,), P(self.axis))
-
-    def clear(self, state: ReplayState) -> ReplayState:
-        """Remove all rows.
-
-        Args:
-          state: Donated.
-
-        Returns:
-          The new state.
-        """
-        self._own_specs("clear", state)
-        return self._change(self.local.clear, state, (), P())
-
-    def adopt(self, state: ReplayState) -> ReplayState:
-        """Make the state of another sharded buffer this buffer's, as `ReplayBuffer.adopt` does.
-        Streams stay on their device.
-
-        Args:
-          state: The state of a buffer over the same devices, which may differ as for
-            `ReplayBuffer.adopt`.
-
-        Returns:
-          The new state.
-
-        Raises:
-          ValueError: As for `ReplayBuffer.adopt`, or the state has another number of shards.
-        """
-        found = stored_arrays.stored_leaves(state.rows.steps)[0].shape[0]
-        if found != self.num_shards * state.layout.capacity:
-            raise ValueError(
-                f"adopt: the state has {found / state.layout.capacity:g} shards, and this buffer "
-                f"{self.num_shards}; save it, and restore it for this buffer"
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_"):
+                raise AttributeError(name)
+            found = getattr(self.buffer, name)
+            if name not in VERBS:
+                return found
+            if VERBS[name].is_compiled:
+                return _method_of(self, name)
+            raise AttributeError(
+                f"a sharded buffer has no {name}; inside of a jax.shard_map, each shard has it: "
+                f"S = buffer.local; S.{name}(S.own(state))"
             )
-        local = self.local
-        adopt = lambda state: local.stacked(local.adopt(state))
-        return self._mapped(adopt, (P(self.axis),), P(self.axis))(state)
 
-    def sample(
-        self,
-        state: ReplayState,
-        key: Key,
-        batch_size: int | None = None,
-        **options: Unpack[SampleOptions],
-    ) -> Sample[T]:
-        """Sample a batch, with replacement, divided among the devices.
+    def _call(self, name: str, *given: Any, **options: Any) -> Any:
+        """Call a method of all shards, with global arrays."""
+        verb, local = VERBS[name], self.local
+        bound = _SIGNATURES[name].bind(local, *given, **options)
+        bound.apply_defaults()
+        known = bound.arguments
 
-        Args:
-          state: The buffer's state.
-          key: Random key, consumed.
-          batch_size: Number of items B, static, a multiple of D. Default: the buffer's.
-          options: As for `ReplayBuffer.sample`.
+        # Check what the shards see a part of.
+        if name == "adopt" or "other" in known:
+            self._check_shards(name, known["state" if name == "adopt" else "other"])
+        if name != "adopt":
+            own = self._own_specs(name, known["state"])
+            if verb.takes_steps:
+                names = [*known][2:]
+                steps = map(known.__getitem__, names)
+                checked, envs = self.buffer._checked(name, own, *steps, is_block=verb.axis == 1)
+                known.update(zip(names, (*checked, envs), strict=True))
+            elif known.get("mask") is not None:
+                step_checks.check_mask(name, known["mask"], True, (self.buffer.num_envs,))
+        if isinstance(index := known.get("index"), Index):
+            part_of(name, "items", (*np.shape(index.row), 1)[0], self.num_shards)
+        if "options" in known:
+            self.buffer.check_given(name, known["options"])
 
-        Returns:
-          The items, their indices, probabilities and weights, leaves [B, ...].
+        # Divide the arrays.
+        of_state, whole = P(self.axis), P()
+        of_items = whole if verb.axis is None else P(*[None] * verb.axis, self.axis)
+        arrays, specs = {}, {}
+        for one, value in known.items():
+            if value is not None and one not in _STATIC:
+                arrays[one] = value
+                specs[one] = whole if known.get("envs") is not None or one == "key" else of_items
+        specs |= {one: of_state for one in ("state", "other") if one in arrays}
+        if "options" in arrays:
+            of_option = lambda leaf: of_items if np.ndim(leaf) else whole
+            specs["options"] = jax.tree.map(of_option, arrays["options"])
 
-        Raises:
-          ValueError: `batch_size` cannot be divided.
-        """
-        self._own_specs("sample", state)
-        self.buffer.check_given("sample", options)
-        local = self.local
-        if batch_size is not None:
-            part_of("sample", "batch_size", batch_size, self.num_shards)
+        def call(arrays: dict[str, Any]) -> Any:
+            known.update(arrays)
+            known.update(
+                (one, local.own(arrays[one])) for one in ("state", "other") & arrays.keys()
+            )
+            found = getattr(Shard, name)(*bound.args, **bound.kwargs)
+            return local.stacked(found) if isinstance(found, ReplayState) else found
 
-        def sample(state: ReplayState, key: Key, options: Any) -> Sample[T]:
-            return local.sample(local.own(state), key, batch_size, **options)
-
-        of_items = jax.tree.map(lambda x: P(self.axis) if np.ndim(x) else P(), dict(options))
-        specs = (P(self.axis), P(), of_items)
-        return self._mapped(sample, specs, P(self.axis))(state, key, dict(options))
-
-    def update_priorities(self, state: ReplayState, index: Index, priority: Any) -> ReplayState:
-        """Set the priorities of sampled rows, such as absolute TD errors.
-
-        An item must be where `sample` put it in the batch: on the device of its row. Elsewhere it
-        counts as stale.
-
-        Args:
-          state: Donated.
-          index: `batch.index` of a sample, leaves [B].
-          priority: float[B], at least 0.
-
-        Returns:
-          The new state.
-        """
-        self._own_specs("update_priorities", state)
-        if isinstance(index, Index):
-            part_of("update_priorities", "items", jax.numpy.size(index.row), self.num_shards)
-        return self._change(self.local.update_priorities, state, (index, priority), P(self.axis))
-
-    def write(self, state: ReplayState, index: Index, values: Any) -> ReplayState:
-        """Overwrite leaves of sampled rows, as `ReplayBuffer.write` does.
-
-        An item must be where `sample` put it in the batch, as for `update_priorities`.
-
-        Args:
-          state: Donated.
-          index: `batch.index` of a sample, leaves [B], or `batch.experience.index`, [B, T].
-          values: As for `ReplayBuffer.write`.
-
-        Returns:
-          The new state.
-        """
-        self._own_specs("write", state)
-        if isinstance(index, Index):
-            part_of("write", "items", len(index.row), self.num_shards)
-        return self._change(self.local.write, state, (index, values), P(self.axis))
-
-    def map_rows(
-        self, state: ReplayState, function: Any, *arguments: Any, block: int = 65_536
-    ) -> ReplayState:
-        """Compute leaves of all rows anew, each on its device, as `ReplayBuffer.map_rows` does.
-
-        Args:
-          state: Donated.
-          function: As for `ReplayBuffer.map_rows`.
-          arguments: Further arguments of the function, which all devices get.
-          block: Number of rows that a device computes at once. Default: 65,536.
-
-        Returns:
-          The new state.
-        """
-        self._own_specs("map_rows", state)
-        mapped = lambda own, *arguments: self.local.map_rows(own, function, *arguments, block=block)
-        return self._change(mapped, state, arguments, P())
-
-    def size(self, state: ReplayState) -> jax.Array:
-        """Return the number of sampleable rows of all shards, int32[].
-
-        Args:
-          state: The buffer's state.
-        """
-        return self._ask("size", state)
-
-    def can_sample(self, state: ReplayState) -> jax.Array:
-        """Return whether a sample is valid, bool[].
-
-        Args:
-          state: The buffer's state.
-        """
-        return self._ask("can_sample", state)
-
-    def metrics(self, state: ReplayState) -> dict[str, jax.Array]:
-        """Return figures to log, as `ReplayBuffer.metrics` does, of all shards together. Of a
-        sampler of your own, those that its `counts` names are added up; others are left out.
-
-        Args:
-          state: The buffer's state.
-        """
-        return self._ask("metrics", state)
-
-    def _ask(self, name: str, state: ReplayState, **options: Any) -> Any:
-        self._own_specs(name, state)
-        local = self.local
-
-        def ask(state: ReplayState, options: Any) -> Any:
-            return getattr(local, name)(local.own(state), **options)
-
-        return self._mapped(ask, (P(self.axis), P()), P())(state, options)
-
-    def _change(
-        self, function: Callable[..., Any], state: ReplayState, given: tuple[Any, ...], spec: P
-    ) -> ReplayState:
-        local = self.local
-
-        def change(state: ReplayState, given: Any) -> ReplayState:
-            return local.stacked(function(local.own(state), *given))
-
-        return self._mapped(change, (P(self.axis), spec), P(self.axis))(state, given)
+        is_divided = verb.changes is not None or verb.axis is not None
+        return self._mapped(call, (specs,), of_state if is_divided else whole)(arrays)
 
     def _mapped(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
         mapped = xla.shard_map(
@@ -420,17 +256,20 @@ class Sharded(Static, Generic[T]):
             return mapped
 
         def resharded(*arguments: Any) -> Any:
-            return mapped(
-                *(
-                    jax.tree.map(lambda leaf, spec=spec: self._placed(leaf, spec), argument)
-                    for argument, spec in zip(arguments, in_specs, strict=True)
-                )
-            )
+            placed = lambda spec, tree: jax.sharding.reshard(tree, NamedSharding(self.mesh, spec))
+            is_spec = lambda node: isinstance(node, P)
+            return mapped(*jax.tree.map(placed, in_specs, arguments, is_leaf=is_spec))
 
         return resharded
 
-    def _placed(self, leaf: Any, spec: P) -> jax.Array:
-        return jax.sharding.reshard(leaf, NamedSharding(self.mesh, spec))
+    def _check_shards(self, where: str, state: Any) -> None:
+        """Raise a ValueError unless the rows of a state are divided among as many shards."""
+        rows = stored_arrays.stored_leaves(state.rows.steps)[0].shape[0]
+        if rows != self.num_shards * state.layout.capacity:
+            raise ValueError(
+                f"{where}: the state has {rows / state.layout.capacity:g} shards, and this buffer "
+                f"{self.num_shards}; save it, and restore it for this buffer"
+            )
 
     def _own_specs(self, where: str, state: Any) -> ReplayState:
         """Return the shapes of a shard's state, or raise a ValueError."""
@@ -439,10 +278,10 @@ class Sharded(Static, Generic[T]):
                 f"{where}: the state must be a ReplayState, as init returns it, got "
                 f"{kind_of(state)}"
             )
-        if state.layout != self.local.buffer.layout():
+        if state.layout != self.local.layout():
             raise ValueError(
                 f"{where}: this state is not of this sharded buffer, with {self.num_shards} shards "
-                f"of {self.local.buffer.capacity} rows; init makes it"
+                f"of {self.local.capacity} rows; init makes it"
             )
         own = self.local.specs(state)
 
@@ -453,6 +292,17 @@ class Sharded(Static, Generic[T]):
         hint = f"The state must have the leaves of {self.num_shards} shards, as init returns it."
         checks.check_leaves(where, state, jax.tree.map(of_all, own), hint)
         return own
+
+
+@functools.lru_cache(maxsize=1024)
+def _method_of(buffer: Any, name: str) -> Callable[..., Any]:
+    """Return a method of a sharded buffer, the same object each time."""
+
+    @functools.wraps(getattr(buffer.buffer, name))
+    def call(*given: Any, **options: Any) -> Any:
+        return buffer._call(name, *given, **options)
+
+    return call
 
 
 def sharded(buffer: ReplayBuffer[T], mesh: Mesh, axis: Any = "data") -> Sharded[T]:
@@ -488,4 +338,4 @@ def sharded(buffer: ReplayBuffer[T], mesh: Mesh, axis: Any = "data") -> Sharded[
       >>> batch.experience.shape, float(batch.experience.mean())
       ((16,), 1.0)
     """
-    return Sharded(buffer=buffer, mesh=mesh, axis=axis)
+    return cast(Any, Sharded)(buffer=buffer, mesh=mesh, axis=axis)

@@ -133,6 +133,50 @@ def test_rows_are_changed_where_they_lie():
     np.testing.assert_array_equal(found, 3 * (numbers + 100 * np.isin(numbers, row)))
 
 
+@pytest.mark.parametrize("sampler", [jr.Prioritized(alpha=1.0), *[jr.Uniform()] * ALL])
+def test_rows_are_read_again_and_have_an_age(sampler):
+    """An item is read on the device of its row, and is the one that was sampled."""
+    buffer = items(4, sampler)
+    numbers = 2 * np.arange(256, dtype=np.float32)
+    priorities = [numbers + 1] * sampler.has_priorities
+    state = common.filled(buffer, [64, 17, 0, 3], *priorities)
+
+    @jax.jit
+    def run(state):
+        batch = buffer.sample(state, KEY)
+        turned = jax.tree.map(lambda leaf: jnp.roll(leaf, 8), batch.index)
+        found = buffer.get(state, batch.index, beta=0.4), buffer.get(state, turned)
+        return buffer.sample(state, KEY, beta=0.4), *found, buffer.age(state, batch.index)
+
+    batch, again, turned, age = jax.device_get(run(state))
+    assert bits(again) == bits(batch)
+    assert batch.is_valid.sum() == 24
+    assert not turned.is_valid.any()
+    env, place = np.divmod(batch.index.row, 64)
+    expected = np.array([64, 17, 0, 3])[env] - 1 - place
+    np.testing.assert_array_equal(age[batch.is_valid], expected[batch.is_valid])
+
+
+def test_a_merge_is_that_of_each_shard():
+    """All shards then know the largest priority of both."""
+    buffer = items(4, jr.Prioritized(alpha=1.0))
+    sizes = [[5, 0, 3, 64], [1, 2, 0, 40]]
+    states = [common.filled(buffer, one, np.full(256, n + 1)) for n, one in enumerate(sizes)]
+    ones, others = (np.split(np.asarray(one.rows.steps), 4) for one in states)
+    merge = jr.jit(buffer).merge
+    found = jax.device_get(merge(states[0], states[1]))
+    assert jr.jit(buffer).size(found) == 6 + 2 + 3 + 64
+    for shard, (own, its) in enumerate(zip(ones, others, strict=True)):
+        rows = np.concatenate([own[: sizes[0][shard]], its[: sizes[1][shard]]])[-64:]
+        got = np.split(found.rows.steps, 4)[shard]
+        assert sorted(got[: len(rows)]) == sorted(rows)
+    assert found.sampler.max_priority.tolist() == [2.0] * 4
+    two = items(2, jr.Prioritized(alpha=1.0))
+    for call in (buffer.merge, lambda _, state: buffer.adopt(state)):
+        with refused("the state has 2 shards, and this buffer 4"):
+            call(found, two.init(np.float32(0)))
+
+
 def test_a_tensor_is_of_one_shard():
     pytest.importorskip("torch", reason="the torch extra is not installed")
     from jaxreplay.torch import to_torch
