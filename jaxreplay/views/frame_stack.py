@@ -103,7 +103,9 @@ class _Stacks(WrappedReader):
 
     view: FrameStack | None = None
 
-    def obs(self, offset: ArrayLike) -> PyTree:
+    def read(self, name: str, offset: ArrayLike) -> PyTree:
+        if name != "obs":
+            return super().read(name, offset)
         view, inner = self.view, self._inner
         assert view is not None
         offset = jnp.asarray(offset, jnp.int32)

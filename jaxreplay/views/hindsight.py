@@ -182,35 +182,21 @@ class _Relabelled(WrappedReader):
     is_relabelled: Any = None  # bool[]
     goal: Any = None  # pytree
 
-    def obs(self, offset: ArrayLike) -> PyTree:
-        obs = self._inner.obs(offset)
-        goal = jax.tree.map(
-            lambda new, old: jnp.where(self.is_relabelled, new, old),
-            self.goal,
-            obs[self.view.desired_key],
-        )
-        return {**obs, self.view.desired_key: goal}
-
-    def reward(self, offset: ArrayLike) -> PyTree:
-        return self._again("reward_fn", offset, self._inner.reward(offset))
-
-    def is_terminated(self, offset: ArrayLike) -> jax.Array:
-        stored = self._inner.is_terminated(offset)
-        return (
-            stored
-            if self.view.terminated_fn is None
-            else self._again("terminated_fn", offset, stored)
-        )
-
-    def _again(self, name: str, offset: ArrayLike, stored: PyTree) -> Any:
-        """Return a function's value of each step with the new goal, or what is stored if the goal
-        stays as it is."""
-        function = getattr(self.view, name)
+    def read(self, name: str, offset: ArrayLike) -> PyTree:
+        stored, view = super().read(name, offset), self.view
+        if name == "obs":
+            return {**stored, view.desired_key: self._new(self.goal, stored[view.desired_key])}
+        function = getattr(view, f"{name}_fn", None)  # of "reward" and "terminated"
+        if function is None:
+            return stored
 
         def one(offset: jax.Array) -> PyTree:
-            achieved = self._inner.obs(offset + 1)[self.view.achieved_key]
-            step = self._inner.step(offset)
-            return call_traced("Hindsight", name, function, achieved, self.goal, step, cure=_CURE)
+            achieved = self._inner.obs(offset + 1)[view.achieved_key]
+            given = achieved, self.goal, self._inner.step(offset)
+            return call_traced("Hindsight", f"{name}_fn", function, *given, cure=_CURE)
 
-        new = of_each("Hindsight", function, one, offset, stored)
+        return self._new(of_each("Hindsight", function, one, offset, stored), stored)
+
+    def _new(self, new: PyTree, stored: PyTree) -> Any:
+        """Return what is new, or what is stored if the goal stays as it is."""
         return jax.tree.map(lambda new, old: jnp.where(self.is_relabelled, new, old), new, stored)

@@ -47,12 +47,16 @@ class Relabelled(WrappedView[Any]):
 class _Relabelled(WrappedReader):
     reward_fn: Any = None
 
-    def reward(self, offset: ArrayLike) -> PyTree:
+    def read(self, name: str, offset: ArrayLike) -> PyTree:
+        stored = super().read(name, offset)
+        if name != "reward":
+            return stored
+
         def one(offset: jax.Array) -> PyTree:
             step, next_obs = self._inner.step(offset), self._inner.next_obs(offset)
             return call_traced("Relabelled", "reward_fn", self.reward_fn, step, next_obs)
 
-        return of_each("Relabelled", self.reward_fn, one, offset, self._inner.reward(offset))
+        return of_each("Relabelled", self.reward_fn, one, offset, stored)
 
 
 def of_each(

@@ -9,12 +9,19 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxreplay._util import random
-from jaxreplay._util.aliases import PyTree, Stored
+from jaxreplay._util.aliases import PyTree
 from jaxreplay.storage import row_flags, stored_arrays
 from jaxreplay.storage.episodes import Episodes
 from jaxreplay.storage.state import ReplayState
 from jaxreplay.types import Step
 from jaxreplay.views.agents import Agents
+
+_FLAGS = {
+    "terminated": row_flags.TERMINATED,
+    "truncated": row_flags.TRUNCATED,
+    "final": row_flags.FINAL,
+    "first": row_flags.FIRST,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,15 +56,38 @@ class RowReader:
     bits: jax.Array | None = None  # uint32[2]
     is_valid: jax.Array | bool = True
 
-    def item(self, offset: ArrayLike = 0) -> PyTree:
-        """Return rows as they are stored: a pytree with leaves [...], without env and batch axes.
+    def read(self, name: str, offset: ArrayLike) -> PyTree:
+        """Return a part of rows. All other methods that return what rows hold call it, so that a
+        reader that changes one part overrides this method alone.
 
-        Rows of steps lack the flags, which are stored apart: use `step` for them.
+        Args:
+          name: "obs", "action", "reward" or "extras", as in a `Step`, extras None if steps have
+            none; "terminated", "truncated", "final" or "first", bool[...], flags of the rows;
+            "agents", an `Agents` of bool[..., A], or None without `num_agents`; or "item", the rows
+            as they are stored, where these are no steps.
+          offset: int or int32[...]; rows forward in time.
+
+        Returns:
+          Pytree with leaves [...] followed by the leaf's own axes.
+        """
+        row, rows = self.state.layout.ahead(self.row, offset), self.state.rows
+        if name in _FLAGS:
+            return (stored_arrays.read(rows.flags, row) & _FLAGS[name]) != 0
+        stored = rows.steps
+        if name != "item":
+            stored = getattr(stored, "terminated" if name == "agents" else name)
+        found = stored_arrays.tree_map(lambda leaf: stored_arrays.read(leaf, row), stored)
+        return found if name != "agents" or found is None else Agents.of(found)
+
+    def item(self, offset: ArrayLike = 0) -> PyTree:
+        """Return rows as they were added, a `Step` or an item: a pytree with leaves [...], without
+        env and batch axes.
 
         Args:
           offset: int or int32[...]; rows forward in time. Default: 0, the sampled row.
         """
-        return self._read(self.state.rows.steps, offset)
+        is_item = self.state.layout.autoreset is None
+        return self.read("item", offset) if is_item else self.step(offset)
 
     def obs(self, offset: ArrayLike) -> PyTree:
         """Return observations: pytree as `Step.obs`, leaves [...] followed by the leaf's own axes.
@@ -65,7 +95,7 @@ class RowReader:
         Args:
           offset: int or int32[...]; rows forward in time.
         """
-        return self._read(self.state.rows.steps.obs, offset)
+        return self.read("obs", offset)
 
     def action(self, offset: ArrayLike) -> PyTree:
         """Return actions: pytree as `Step.action`, leaves [...] followed by the leaf's own axes.
@@ -73,7 +103,7 @@ class RowReader:
         Args:
           offset: int or int32[...]; rows forward in time.
         """
-        return self._read(self.state.rows.steps.action, offset)
+        return self.read("action", offset)
 
     def reward(self, offset: ArrayLike) -> PyTree:
         """Return rewards: pytree as `Step.reward`, leaves [...] followed by the leaf's own axes.
@@ -81,7 +111,7 @@ class RowReader:
         Args:
           offset: int or int32[...]; rows forward in time.
         """
-        return self._read(self.state.rows.steps.reward, offset)
+        return self.read("reward", offset)
 
     def extras(self, offset: ArrayLike) -> PyTree:
         """Return extras: pytree as `Step.extras`, leaves [...] followed by the leaf's own axes.
@@ -91,7 +121,7 @@ class RowReader:
         Args:
           offset: int or int32[...]; rows forward in time.
         """
-        return self._read(self.state.rows.steps.extras, offset)
+        return self.read("extras", offset)
 
     def is_terminated(self, offset: ArrayLike) -> jax.Array:
         """Return True where a step terminated its episode: bool[...].
@@ -99,7 +129,7 @@ class RowReader:
         Args:
           offset: int or int32[...]; rows forward in time.
         """
-        return self.has(row_flags.TERMINATED, offset)
+        return self.read("terminated", offset)
 
     def is_truncated(self, offset: ArrayLike) -> jax.Array:
         """Return True where a step truncated its episode: bool[...].
@@ -107,7 +137,7 @@ class RowReader:
         Args:
           offset: int or int32[...]; rows forward in time.
         """
-        return self.has(row_flags.TRUNCATED, offset)
+        return self.read("truncated", offset)
 
     def is_final(self, offset: ArrayLike) -> jax.Array:
         """Return True for final rows: bool[...]. A final row holds an episode's final observation.
@@ -115,7 +145,7 @@ class RowReader:
         Args:
           offset: int or int32[...]; rows forward in time.
         """
-        return self.has(row_flags.FINAL, offset)
+        return self.read("final", offset)
 
     def is_first(self, offset: ArrayLike) -> jax.Array:
         """Return True for the first row of each episode: bool[...].
@@ -123,16 +153,7 @@ class RowReader:
         Args:
           offset: int or int32[...]; rows forward in time.
         """
-        return self.has(row_flags.FIRST, offset)
-
-    def has(self, flag: int, offset: ArrayLike) -> jax.Array:
-        """Return True where a row has a flag: bool[...].
-
-        Args:
-          flag: Bit of `jaxreplay.storage.row_flags`. If several are joined by `|`, one is enough.
-          offset: int or int32[...]; rows forward in time.
-        """
-        return (self._read(self.state.rows.flags, offset) & flag) != 0
+        return self.read("first", offset)
 
     def agents(self, offset: ArrayLike) -> Agents | None:
         """Return the flags of several agents, bool[..., A]; None without `num_agents`.
@@ -140,9 +161,7 @@ class RowReader:
         Args:
           offset: int or int32[...]; rows forward in time.
         """
-        if self.state.rows.steps.terminated is None:
-            return None
-        return Agents.of(self._read(self.state.rows.steps.terminated, offset))
+        return self.read("agents", offset)
 
     def step(self, offset: ArrayLike) -> Step:
         """Return a `Step` without `final_obs`, leaves [...] followed by the leaf's own axes.
@@ -150,20 +169,12 @@ class RowReader:
         Args:
           offset: int or int32[...]; rows forward in time.
         """
-        of_agents = self.agents(offset)
-        terminated, truncated = (
-            (self.is_terminated(offset), self.is_truncated(offset))
-            if of_agents is None
-            else of_agents[:2]
-        )
-        return Step(
-            obs=self.obs(offset),
-            action=self.action(offset),
-            reward=self.reward(offset),
-            terminated=terminated,
-            truncated=truncated,
-            extras=self.extras(offset),
-        )
+        names = ("obs", "action", "reward", "terminated", "truncated", "extras")
+        step = Step(**{name: self.read(name, offset) for name in names})
+        of_agents = self.read("agents", offset)
+        if of_agents is None:
+            return step
+        return step.replace(terminated=of_agents.terminated, truncated=of_agents.truncated)
 
     def next_obs(self, offset: ArrayLike) -> PyTree:
         """Return the observations after steps: pytree as `Step.obs`, leaves [...].
@@ -243,18 +254,13 @@ class RowReader:
         """
         return dataclasses.replace(self, **changes)
 
-    def _read(self, stored: Stored, offset: ArrayLike) -> PyTree:
-        row = self.state.layout.ahead(self.row, offset)
-        return stored_arrays.tree_map(lambda leaf: stored_arrays.read(leaf, row), stored)
-
 
 @dataclasses.dataclass(frozen=True)
 class WrappedReader(RowReader):
     """Base class of readers that change what another reader, `inner`, reads for a `WrappedView`.
 
-    A subclass overrides methods and calls `self.inner` for the values to be changed. It is made by
-    `around`. Methods that are not overridden return what `inner` returns; `item`, `has` and
-    `rows_before` read the stored rows.
+    A subclass overrides `read` alone, and calls `super().read` for the values to be changed. All
+    other methods follow, but `rows_before`, which reads the stored flags. It is made by `around`.
 
     Attributes:
       state: The buffer's state.
@@ -267,8 +273,9 @@ class WrappedReader(RowReader):
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
       >>> class ClippedReader(jr.views.WrappedReader):
-      ...     def reward(self, offset):
-      ...         return jnp.clip(self.inner.reward(offset), -1, 1)
+      ...     def read(self, name, offset):
+      ...         value = super().read(name, offset)
+      ...         return jnp.clip(value, -1, 1) if name == "reward" else value
       >>> class Clipped(jr.views.WrappedView):
       ...     def read(self, reader):
       ...         return self.inner.read(ClippedReader.around(reader))
@@ -307,32 +314,8 @@ class WrappedReader(RowReader):
         shared = {field.name: getattr(inner, field.name) for field in dataclasses.fields(RowReader)}
         return cls(**shared, inner=inner, **fields)
 
-    def obs(self, offset: ArrayLike) -> PyTree:
-        return self._inner.obs(offset)
-
-    def action(self, offset: ArrayLike) -> PyTree:
-        return self._inner.action(offset)
-
-    def reward(self, offset: ArrayLike) -> PyTree:
-        return self._inner.reward(offset)
-
-    def extras(self, offset: ArrayLike) -> PyTree:
-        return self._inner.extras(offset)
-
-    def is_terminated(self, offset: ArrayLike) -> jax.Array:
-        return self._inner.is_terminated(offset)
-
-    def is_truncated(self, offset: ArrayLike) -> jax.Array:
-        return self._inner.is_truncated(offset)
-
-    def is_final(self, offset: ArrayLike) -> jax.Array:
-        return self._inner.is_final(offset)
-
-    def is_first(self, offset: ArrayLike) -> jax.Array:
-        return self._inner.is_first(offset)
-
-    def agents(self, offset: ArrayLike) -> Agents | None:
-        return self._inner.agents(offset)
+    def read(self, name: str, offset: ArrayLike) -> PyTree:
+        return self._inner.read(name, offset)
 
     def at(self, **changes: Any) -> RowReader:
         return dataclasses.replace(self, inner=self._inner.at(**changes), **changes)

@@ -41,16 +41,11 @@ def test_a_sequence_stops_where_its_new_goal_ends_the_episode():
 class _Marked(jr.views.WrappedReader):
     """Reader that negates each value and inverts each flag."""
 
-
-for _names, _change in (
-    (("obs", "action", "reward", "extras"), jnp.negative),
-    (("is_terminated", "is_truncated", "is_final", "is_first"), jnp.logical_not),
-):
-    for _name in _names:
-        read = lambda self, offset, name=_name, change=_change: change(
-            getattr(self.inner, name)(offset)
-        )
-        setattr(_Marked, _name, read)
+    def read(self, name, offset):
+        is_value = name in ("obs", "action", "reward", "extras")
+        if name == "agents":
+            return super().read(name, offset)
+        return (jnp.negative if is_value else jnp.logical_not)(super().read(name, offset))
 
 
 class _Marks(jr.views.WrappedView):
@@ -62,8 +57,7 @@ class _All(jr.views.View):
     window = jr.views.Window()
 
     def read(self, reader):
-        step = reader.step(0)
-        return step, reader.is_final(0), reader.is_first(0)
+        return reader.item(), reader.step(0), reader.is_final(0), reader.is_first(0)
 
 
 @pytest.mark.parametrize("is_inside", [False, True])
@@ -75,6 +69,7 @@ def test_what_a_reader_changes_passes_through_other_wrappers(is_inside):
     )
     one = np.ones((2, 1), np.float32)
     read = jax.jit(lambda steps: buffer.get(begun(buffer, steps), jnp.array([0])))
-    step, *flags = jax.device_get(read(plain_step(one, extras=one))).experience
-    assert (step.obs, step.action, step.reward, step.extras) == (-1, -1, -1, -1)
-    assert [step.terminated, step.truncated, *flags] == [True, True, True, False]
+    item, step, *flags = jax.device_get(read(plain_step(one, extras=one))).experience
+    for one in (item, step):
+        assert (one.obs, one.action, one.reward, one.extras) == (-1, -1, -1, -1)
+        assert [one.terminated, one.truncated, *flags] == [True, True, True, False]
