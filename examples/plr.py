@@ -53,9 +53,9 @@ class PLR(jr.samplers.Sampler):
         return ((1 - self.staleness) * shares(by_score) + self.staleness * shares(by_time))[row]
 
     def update(self, state, sampleable, index, priority):
-        is_live = sampleable.state.index(jnp.maximum(index.row, 0)).lap == index.lap
-        is_live &= (index.row >= 0) & jnp.isfinite(priority)
-        row = jnp.where(is_live, index.row, sampleable.layout.capacity)  # or none
+        row, is_live = sampleable.live(index)
+        is_live &= jnp.isfinite(priority)
+        row = jnp.where(is_live, row, sampleable.layout.capacity)  # or none
         now = state["now"] + len(priority)
         score = state["score"].at[row].set(-jnp.inf).at[row].max(priority)  # the largest counts
         return {"score": score, "time": state["time"].at[row].set(now), "now": now}

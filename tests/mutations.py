@@ -87,9 +87,9 @@ MUTATIONS = (
     ),
     (
         "a late index is taken",
-        "samplers/prioritized.py",
-        "is_in_range & (sampleable.state.index(row).lap == index.lap) & sampleable",
-        "is_in_range & sampleable",
+        "storage/sampleable.py",
+        "is_in_range & (self.state.index(row).lap == index.lap) & self.contains",
+        "is_in_range & self.contains",
         ORACLE,
     ),
     (

@@ -28,8 +28,9 @@ def words(key: Key, batch_size: int, purpose: int = 0) -> tuple[jax.Array, jax.A
 
     Args:
       key: Random key, consumed.
-      batch_size: B.
-      purpose: Small int; each value gives other bits.
+      batch_size: Number of items B, static.
+      purpose: Small int, static; each value gives other bits. The library has 0 for samplers and 1
+        to 3 for what uses the same key: take others for more bits of yours. Default: 0.
     """
     words = jax.random.key_data(key)
     if words.shape == (2,):

@@ -137,7 +137,11 @@ def static_field() -> Any:
 
 @dataclass_transform(frozen_default=True, field_specifiers=(static_field,))
 class Node:
-    """A frozen node of a pytree with named fields. Each subclass becomes a dataclass."""
+    """Base class of states: a frozen node of a pytree with named fields, each an array or a pytree.
+
+    Each subclass becomes a dataclass, without a decorator. `node.replace(field=value)` returns a
+    copy with other values of some fields.
+    """
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)

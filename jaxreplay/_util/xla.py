@@ -21,7 +21,7 @@ def varying(tree: Any, axis: Any) -> Any:
 
 
 def after(value: jax.Array, read: jax.Array) -> jax.Array:
-    """Return `value`, which XLA computes after `read`.
+    """Return `value`, which XLA computes after `read`, for a write that depends on `value`.
 
     XLA updates a donated array in place only if every read of the old values is ordered before the
     write. So a write depends on what was read before, by a condition that is always True, which XLA
@@ -29,8 +29,11 @@ def after(value: jax.Array, read: jax.Array) -> jax.Array:
     the counters.
 
     Args:
-      value: Array that decides a write, such as its mask.
-      read: Numbers of at least 0 that broadcast to the shape of `value`.
+      value: bool[...] or int32[...] that decides a write, such as its mask or its rows.
+      read: number[...] of at least 0 that broadcast to the shape of `value`.
+
+    Returns:
+      An array like `value`.
     """
     return jnp.where(read >= 0, value, jnp.zeros((), value.dtype))
 

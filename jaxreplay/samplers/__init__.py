@@ -1,5 +1,8 @@
 """Samplers choose which of the sampleable rows form a batch."""
 
+from jaxreplay._util.random import words as words
+from jaxreplay._util.struct import Node as Node
+from jaxreplay._util.xla import after as after
 from jaxreplay.samplers.blend import Blend as Blend
 from jaxreplay.samplers.episodes import UniformEpisodes as UniformEpisodes
 from jaxreplay.samplers.newest import Newest as Newest

@@ -289,7 +289,7 @@ class Prioritized(Sampler):
         are priorities that are NaN, infinite or negative: the row keeps its own. If a row appears
         more than once, its largest priority counts.
         """
-        layout, (row, is_live) = sampleable.layout, live_rows(sampleable, index)
+        layout, (row, is_live) = sampleable.layout, sampleable.live(index)
         is_good = is_good_priority(priority)
         accepted = is_live & is_good
         priority = jnp.where(accepted, priority, 0)
@@ -361,22 +361,6 @@ def _give(
         num_bad_priorities=_count(state.num_bad_priorities, is_new & ~is_good),
     )
     return state, jnp.where(is_good, priority, before[:, None] if new is None else new)
-
-
-def live_rows(sampleable: Sampleable, index: Index) -> tuple[jax.Array, jax.Array]:
-    """Return the rows of an index, 0 for those out of range, int32[B]; and whether each index is
-    live, as `Sampler.update` defines it, bool[B].
-
-    Args:
-      sampleable: The sampleable rows.
-      index: Indices, leaves [B], not checked.
-    """
-    is_in_range = (index.row >= 0) & (index.row < sampleable.layout.capacity)
-    row = jnp.where(is_in_range, index.row, 0)
-    is_live = (
-        is_in_range & (sampleable.state.index(row).lap == index.lap) & sampleable.contains(row)
-    )
-    return row, is_live
 
 
 def is_good_priority(priority: jax.Array) -> jax.Array:

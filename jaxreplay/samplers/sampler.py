@@ -9,6 +9,7 @@ A sampler sees which rows are sampleable, and never the stored data. Its methods
     sampleable.select(env, nth)  int32[...], the nth sampleable row of each stream, oldest first
     sampleable.contains(row)     bool[...], whether each row in [0, N) is sampleable
     sampleable.age(row)          int32[...], the number of newer rows in the row's stream
+    sampleable.live(index)       int32[B], bool[B], the rows of `batch.index`, and which are live
     sampleable.layout            sizes of the buffer; `split(row)` gives each row's env and position
 """
 
@@ -172,11 +173,11 @@ class Sampler(Static):
         Args:
           state: The sampler's state.
           effect: The change of each row: `became_sampleable` and `is_gone`, bool[W, E], of the rows
-            `row`, int32[W, E], and `is_written`, bool[K, E]. W counts all rows of a stream that the
-            write may have changed. None if the window is unbounded.
+            `row`, int32[W, E], and the rows `written`, int32[K, E]. W counts all rows of a stream
+            that the write may have changed. None if the window is unbounded.
           priority: float32[K, E], the priorities given to `add`. They may be NaN or negative, and
-            mean nothing where `is_written` is False. Final rows that `autoreset="same_step"` adds
-            have 0. None if `add` was given none, and always unless the sampler has priorities.
+            mean nothing where `effect.is_written` is False. Final rows that `autoreset="same_step"`
+            adds have 0. None if `add` was given none, and always unless the sampler has priorities.
 
         Returns:
           The new state. By default `state`.
@@ -348,8 +349,7 @@ class Sampler(Static):
     ) -> PyTree:
         """Return the state with new priorities for sampled rows.
 
-        Ignore stale indices and invalid priorities. An index is live if its row is in [0, N) and
-        sampleable, and `sampleable.state.index(row).lap == index.lap`.
+        Ignore invalid priorities, and indices that are not live, as `sampleable.live(index)` tells.
 
         Args:
           state: The sampler's state.

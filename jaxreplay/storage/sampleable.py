@@ -22,6 +22,7 @@ from jaxreplay.storage.episodes import Episodes
 from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.search import last_slot, split_by
 from jaxreplay.storage.state import ReplayState, of_stream
+from jaxreplay.types import Index
 
 _SHORT_WINDOW = 16  # rows
 
@@ -126,6 +127,20 @@ class Sampleable:
         # clipped, since all rows of a stream may be pending
         age = jnp.minimum(of_stream(self.num_pending, env) + place, layout.length - 1)
         return layout.row(env, layout.wrap(of_stream(self.state.head, env) - 1 - age))
+
+    def live(self, index: Index) -> tuple[jax.Array, jax.Array]:
+        """Return the rows of an index, and whether each is live: in range, sampleable, and not
+        overwritten since it was sampled.
+
+        Args:
+          index: `batch.index` of a sample, leaves [B], not checked.
+
+        Returns:
+          int32[B], the rows, 0 for those out of range; bool[B].
+        """
+        is_in_range = (index.row >= 0) & (index.row < self.layout.capacity)
+        row = jnp.where(is_in_range, index.row, 0)
+        return row, is_in_range & (self.state.index(row).lap == index.lap) & self.contains(row)
 
     def is_candidate(self, row: jax.Array) -> jax.Array:
         """Return whether each row, if it is written, is a candidate: bool[...].

@@ -462,6 +462,12 @@ class WriteEffect(NamedTuple):
     age: jax.Array
     start: jax.Array
 
+    @property
+    def written(self) -> jax.Array:
+        """Rows that were written: int32[K, E], the capacity where there is none."""
+        first = self.layout.window.after or 0
+        return self.row[first : first + len(self.is_written)]
+
 
 def effect_of(after: ReplayState, writes: Writes) -> WriteEffect | None:
     """Return the effect of a write, from the state after it, or None if the window is unbounded."""

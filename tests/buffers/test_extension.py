@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import pathlib
+import re
 from typing import Any
 
 import jax
@@ -10,104 +12,30 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
-from jaxreplay._util.struct import Node
-from jaxreplay.samplers import Draw, Sampler
-from jaxreplay.samplers.sum_tree import SumTree, SumTreeState
 from tests.buffers import test_contract, test_in_place
 from tests.checkpoint import test_changed_buffer, test_checkpoint
 from tests.conftest import ALL
 from tests.samplers import test_laws
 from tests.support.buffers import Case, everything, jitted
 
-
-class Counts(Node):
-    tree: SumTreeState  # the mass of each sampleable row, 1 / (1 + count)
-    count: jax.Array  # float32[N]: updates of each row
-
-
-class LeastLearned(Sampler):
-    """Sample rows in proportion to 1 / (1 + n), where n is the row's number of updates. The given
-    priorities are ignored."""
-
-    def init(self, layout):
-        return Counts(self._tree(layout).init(), jnp.zeros(layout.capacity))
-
-    def clear(self, state):
-        return jax.tree.map(jnp.zeros_like, state)
-
-    def observe(self, state, effect, priority):
-        place = self._place(effect.layout, effect.row)
-        is_changed = (effect.became_sampleable | effect.is_gone) & self._is_ready(state)
-        changed = jnp.where(is_changed, place, effect.layout.capacity).reshape(-1)
-        count = state.count.at[changed].set(0, mode="drop", unique_indices=True)
-        mass = effect.became_sampleable.astype(jnp.float32).reshape(-1)
-        return Counts(self._tree(effect.layout).set_unique(state.tree, changed, mass), count)
-
-    def mass(self, state, sampleable):
-        return self._tree(sampleable.layout).total(state.tree)
-
-    def sample(self, state, sampleable, key, batch_size):
-        layout, tree = sampleable.layout, self._tree(sampleable.layout)
-        target, word = (
-            jax.random.uniform(key, (batch_size,)),
-            jax.random.bits(key, (batch_size,), jnp.uint32),
-        )
-        place, mass = tree.find(state.tree, target, word)
-        row = layout.row(place % layout.num_envs, place // layout.num_envs)
-        return Draw(state, row, mass / jnp.maximum(tree.total(state.tree), 1e-9))
-
-    def probability(self, state, sampleable, row):
-        tree = self._tree(sampleable.layout)
-        return tree.get(state.tree, self._place(sampleable.layout, row)) / jnp.maximum(
-            tree.total(state.tree), 1e-9
-        )
-
-    def update(self, state, sampleable, index, priority):
-        layout = sampleable.layout
-        row = jnp.clip(index.row, 0, layout.capacity - 1)
-        is_live = (
-            (row == index.row)
-            & sampleable.contains(row)
-            & (sampleable.state.index(row).lap == index.lap)
-        )
-        place = jnp.where(
-            is_live & self._is_ready(state), self._place(layout, row), layout.capacity
-        )
-        count = state.count.at[place].add(1, mode="drop")
-        mass = 1 / (1 + count.at[place].get(mode="clip"))
-        return Counts(self._tree(layout).set(state.tree, place, mass), count)
-
-    def numbers(self, state, sampleable):
-        place = self._place(sampleable.layout, jnp.arange(sampleable.layout.capacity))
-        return {"weight": state.tree.sums[0][place], "count": state.count[place]}
-
-    def from_numbers(self, sampleable, numbers):
-        layout, state = sampleable.layout, self.init(sampleable.layout)
-        if "weight" not in numbers:
-            return state
-        place = self._place(layout, jnp.arange(layout.capacity))
-        weight = jnp.nan_to_num(numbers["weight"])
-        return state.replace(
-            tree=self._tree(layout).set_unique(state.tree, place, weight),
-            count=state.count.at[place].set(jnp.maximum(numbers["count"], 0)),
-        )
-
-    def _is_ready(self, state):
-        """Return True, unknown to XLA: a write that depends on it comes after the read of the tree,
-        and needs no copy."""
-        return state.tree.sums[-1][0] >= 0
-
-    def _tree(self, layout):
-        return SumTree.on(layout.traits, layout.capacity)
-
-    def _place(self, layout, row):
-        """Return int32[...], each row's place in the order of time, then env; `capacity` for a row
-        out of range."""
-        env, position = layout.split(row)
-        return jnp.where(row < layout.capacity, position * layout.num_envs + env, layout.capacity)
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "extending.md"
+CELLS = re.findall(r"```{code-cell} ipython3\n(.*?)```", PAGE.read_text(), re.DOTALL)
+(CELL,) = (cell for cell in CELLS if "class LeastLearned" in cell)
+NAMES = {"jax": jax, "jnp": jnp, "jr": jr, "__name__": __name__}
+exec(compile(CELL, PAGE.name, "exec"), NAMES)
+LeastLearned = NAMES["LeastLearned"]
 
 
-class Delta(Node):
+def test_a_sampler_with_a_state_is_short_and_needs_no_private_name():
+    its_own = CELL[: CELL.index("buffer = ")]
+    assert len(its_own.splitlines()) < 60
+    assert not re.search(r"(?<!self)\._", its_own)
+    assert NAMES["buffer"].get(NAMES["state"], np.arange(3)).probability.tolist() == (
+        pytest.approx([1 / 9, 4 / 9, 4 / 9])
+    )
+
+
+class Delta(jr.samplers.Node):
     obs: Any
     effect: Any  # change to the next observation, or 0 where the episode ended
 
