@@ -103,11 +103,11 @@ class Chain:
             before, tries = names, tries + 1
             if not is_gone or tries == _TRIES or (names := self._manifests()) == before:
                 self._known = {
-                    name: known
-                    for name, known in self._known.items()
+                    name: one
+                    for name, one in self._known.items()
                     if name.removeprefix("manifests/") in before
                 }
-                self._newest_read = max((int(name[:10]) for name in before), default=0)
+                self._newest_read = _newest(before)
                 if self._newest_read < self.seen:
                     problems.append(f"{manifest_name(self.seen)}, written or read here, is gone")
                 self._found = list(found.values())
@@ -150,7 +150,7 @@ class Chain:
         found, _ = self.read(False)
         if overwrite:
             self.follow()
-        self._check_newest(self._newest_read, self.seen)
+        self.check_newest(self.seen, self._newest_read)
         return f"{self._newest_read + 1:010}-{secrets.token_hex(4)}", found
 
     def commit(self, manifest: Manifest) -> None:
@@ -197,11 +197,14 @@ class Chain:
         self.seen = manifest.number
         self._found = [manifest, *(one for one in self._found if one.step != manifest.step)]
 
-    def check_newest(self, number: int) -> None:
-        """Raise a PathInUseError if there is a manifest of a higher number: another writer's."""
-        self._check_newest(max((int(name[:10]) for name in self._manifests()), default=0), number)
+    def check_newest(self, number: int, newest: int | None = None) -> None:
+        """Raise a PathInUseError if there is a manifest of a higher number: another writer's.
 
-    def _check_newest(self, newest: int, number: int) -> None:
+        Args:
+          number: The number.
+          newest: That of the newest manifest. Default: that of the newest in a new list.
+        """
+        newest = _newest(self._manifests()) if newest is None else newest
         if newest > number:
             writer: dict[str, str] = {}
             with contextlib.suppress(CorruptCheckpointError):
@@ -260,6 +263,10 @@ class Chain:
                         f"{name} is no longer needed, but cannot be deleted: {error}", stacklevel=2
                     )
         self._listed |= named
+
+
+def _newest(names: list[str]) -> int:
+    return max((int(name[:10]) for name in names), default=0)
 
 
 def _held_by(where: str, writer: dict[str, str]) -> PathInUseError:

@@ -198,7 +198,7 @@ class Checkpointer:
         check_not_forked("this Checkpointer", self._pid)
         with self._processes.agreed():
             states = self._checked_states("save", state)
-            metadata = _checked_metadata(metadata or {})
+            text = _checked_metadata(metadata or {})
             step = None if step is None else _checked_step(step)
             beside = {extras_of.BESIDE + name: leaf for name, leaf in self.beside.items()}
             extra, self.beside = extras_of.leaves_of(extras) | beside, {}
@@ -206,7 +206,7 @@ class Checkpointer:
         try:
             with self._processes.agreed():
                 splits = {name: self._savers[name].split(x, copy) for name, x in states.items()}
-                plan = self._planned(splits, extra, step, metadata)
+                plan = self._planned(splits, extra, step, text)
                 self._write(plan, splits)
         except BaseException:
             if plan is not None:
@@ -218,7 +218,7 @@ class Checkpointer:
         splits: dict[str, Split],
         extras: dict[str, Any],
         step: int | None,
-        metadata: dict[str, Any],
+        metadata: str,
     ) -> Plan:
         """Plan a save. All processes return the same plan."""
         options = self._chunk_bytes, self._level
@@ -248,13 +248,13 @@ class Checkpointer:
             splits,
             extras,
             self._base,
-            folder=folder,
-            step=own_step,
-            metadata=metadata,
             # some groups are copied while others are written; compressed ones are in memory twice
             group_bytes=self._chunk_bytes // (2 if self._level is None else 4),
-            piece_bytes=max(self._chunk_bytes // 8, 1),
+            folder=folder,
+            step=own_step,
             is_compressed=self._level is not None,
+            piece_bytes=max(self._chunk_bytes // 8, 1),
+            text=metadata,
         )
 
         def check() -> None:
@@ -403,11 +403,11 @@ def _checked_step(step: Any) -> int:
     return operator.index(step)
 
 
-def _checked_metadata(metadata: Any) -> dict[str, Any]:
-    """Return a copy of the metadata as a restore will return it."""
+def _checked_metadata(metadata: Any) -> str:
+    """Return the metadata as JSON."""
     try:
-        own: dict[str, Any] = json.loads(json.dumps(metadata))
-        check_depth(own)
+        own = json.dumps(metadata)
+        check_depth(json.loads(own))
     except (RecursionError, ValueError):
         raise ValueError(f"save: metadata must be JSON, nested at most {MOST_DEPTH} deep") from None
     return own

@@ -99,10 +99,6 @@ def _differences(got: Mapping[str, str], expected: Mapping[str, str]) -> list[st
     ]
 
 
-def _is_step(leaf: str) -> bool:
-    return leaf.partition(".")[0] == "steps"
-
-
 def check_path(where: str, found: list[Manifest], draft: Manifest, goes_on: bool) -> None:
     """Check that a path has no checkpoints of another buffer, which a save would delete.
 
@@ -119,11 +115,11 @@ def check_path(where: str, found: list[Manifest], draft: Manifest, goes_on: bool
         return
     newest = found[0]
     # a buffer with rows in files saves its index to one path with copies, which have the steps, too
-    has_steps = lambda one: any(_is_step(leaf) for own in one.members.values() for leaf in own.rows)
     are_of_one_kind = newest.buffer.partition("(")[0] == draft.buffer.partition("(")[0]
-    is_whole = not are_of_one_kind or (has_steps(newest) and has_steps(draft))
+    has_index = lambda name: newest.has_index(name) or draft.has_index(name)
+    left_out = lambda name: "steps" if are_of_one_kind and has_index(name) else None
     rows_of = lambda one: {
-        name: {leaf: own.rows[leaf] for leaf in own.rows if is_whole or not _is_step(leaf)}
+        name: {leaf: own.rows[leaf] for leaf in own.rows if leaf.split(".")[0] != left_out(name)}
         for name, own in one.members.items()
     }
     kind = lambda one: [(own.layout, own.length, len(own.end)) for own in one.members.values()]

@@ -9,7 +9,6 @@ they differ, all rows are written.
 """
 
 import itertools
-import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -62,13 +61,8 @@ def planned(
     splits: Mapping[str, Split],
     extras: Mapping[str, Any],
     base: Manifest | None,
-    *,
-    folder: str,
-    step: int,
-    metadata: Any,
     group_bytes: int,
-    piece_bytes: int,
-    is_compressed: bool,
+    **fields: Any,
 ) -> Plan:
     """Plan a save. All processes make the same plan.
 
@@ -77,12 +71,9 @@ def planned(
       splits: The states of its members.
       extras: Arrays to save beside them.
       base: Manifest of the checkpoint that the state may continue, or None.
-      folder: Name of the new checkpoint's folder.
-      step: The step.
-      metadata: The user's.
       group_bytes: Largest number of bytes of a group.
-      piece_bytes: Largest number of bytes of a file beside the rows.
-      is_compressed: Whether the new files are compressed.
+      fields: Those of the new manifest that are left: `folder`, `step`, `is_compressed`,
+        `piece_bytes` and `text`.
     """
     members, rest, numbers, num_bytes = {}, {**extras}, itertools.count(), 0
     for name, split in splits.items():
@@ -93,7 +84,10 @@ def planned(
             before = base.members.get(name) if base is not None else None
             if before is not None and before.rows != leaves:  # one is an index, without the steps
                 before = None
-            own = _groups(split, before, span, folder, group_bytes, is_compressed)
+            save = Save(
+                fields["folder"], split.buffer.length, span.first, span.end, fields["is_compressed"]
+            )
+            own = _groups(split, before, span, save, group_bytes)
             num_bytes += _row_bytes(split) * sum(one.num_rows for one in own if one.sums is None)
             groups = Groups.of(
                 one._replace(number=next(numbers)) if one.sums is None else one for one in own
@@ -109,17 +103,13 @@ def planned(
             )
     num_bytes += sum(leaf.nbytes for leaf in rest.values())
     manifest = Manifest(
-        folder=folder,
-        step=step,
+        **fields,
         library=__version__,
         writer=whoami(),
         buffer=description(buffer),
         members=members,
         rest={name: spec_text(leaf) for name, leaf in rest.items()},
-        is_compressed=is_compressed,
-        piece_bytes=piece_bytes,
         files=[],
-        text=json.dumps(metadata),
     )
     return Plan(manifest, rest, num_bytes)
 
@@ -132,11 +122,11 @@ def _groups(
     split: Split,
     base: Member | None,
     span: Span,
-    folder: str,
+    save: Save,
     group_bytes: int,
-    is_compressed: bool,
 ) -> list[Group]:
-    """Return a state's groups, in the order of their rows. New ones lie in one part each."""
+    """Return a state's groups, in the order of their rows. New ones lie in one part each. `save`:
+    all of the state's rows."""
     buffer, row_bytes, traces = split.buffer, _row_bytes(split), _traces(split)
     most = min(
         group_bytes // (row_bytes + _BOOKKEEPING),
@@ -147,7 +137,6 @@ def _groups(
     since, kept = span.first, []
     if base is not None and _may_continue(base, span, num_rewritten):
         since, kept = _kept(base, span, num_rewritten, most)
-        save = Save(folder, buffer.length, span.first, span.end, is_compressed)
         saves: dict[Save, Save] = {}
         kept = [_again(group, traces, save, saves) for group in kept]
         unchanged = [group for group in kept if group.sums is not None]
@@ -157,7 +146,7 @@ def _groups(
         )
         if not (can_write and _has(split.parts, unchanged, span, row_bytes)):
             since, kept = span.first, []
-    save = Save(folder, buffer.length, since, span.end, is_compressed)
+    save = msgspec.structs.replace(save, since=since)
     for env, env_stop in itertools.pairwise(split.parts.bounds):
         new = cut(save, most, slice(env, env_stop), num_rewritten)
         kept += [group.traced(traces) for group in new]

@@ -217,7 +217,8 @@ def test_batches_of_a_mixture_that_were_drawn_ahead_are_saved(rows, tmp_path):
             replay.add({"x": np.float32([-number])}, member="b")
             if number > 1:
                 replay.sample()
-    stopped.save(tmp_path / "replay")
+    stopped.save(tmp_path / "replay", copy=True)
+    stopped.save(tmp_path / "replay")  # of rows in files the index alone
     stopped.close()
     again = made("stopped")
     again.load(tmp_path / "replay")
