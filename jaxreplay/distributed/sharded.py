@@ -38,9 +38,6 @@ else:
 
 # arguments that are no arrays
 _STATIC = frozenset(("self", "batch_size", "function", "block", "num_steps"))
-_SIGNATURES = {
-    name: inspect.signature(getattr(ReplayBuffer, name)) for name in VERBS if name != "close"
-}
 
 
 class Sharded(_Base[T]):
@@ -199,7 +196,8 @@ class Sharded(_Base[T]):
     def _call(self, name: str, *given: Any, **options: Any) -> Any:
         """Call a method of all shards, with global arrays."""
         verb, local = VERBS[name], self.local
-        bound = _SIGNATURES[name].bind(local, *given, **options)
+        method = getattr(Shard, name)
+        bound = inspect.signature(method).bind(local, *given, **options)
         bound.apply_defaults()
         known = bound.arguments
 
@@ -217,32 +215,28 @@ class Sharded(_Base[T]):
                 step_checks.check_mask(name, known["mask"], True, (self.buffer.num_envs,))
         if isinstance(index := known.get("index"), Index):
             part_of(name, "items", (*np.shape(index.row), 1)[0], self.num_shards)
-        if "options" in known:
-            self.buffer.check_given(name, known["options"])
+        self.buffer.check_given(name, known.get("options", {}))
 
         # Divide the arrays.
-        of_state, whole = P(self.axis), P()
+        divided, whole, is_of_envs = P(self.axis), P(), known.get("envs") is not None
         of_items = whole if verb.axis is None else P(*[None] * verb.axis, self.axis)
-        arrays, specs = {}, {}
-        for one, value in known.items():
-            if value is not None and one not in _STATIC:
-                arrays[one] = value
-                specs[one] = whole if known.get("envs") is not None or one == "key" else of_items
-        specs |= {one: of_state for one in ("state", "other") if one in arrays}
+        states = {"state", "other"} & known.keys()
+        arrays = {x: leaf for x, leaf in known.items() if leaf is not None and x not in _STATIC}
+        specs: dict[str, Any] = dict.fromkeys(arrays, whole if is_of_envs else of_items)
+        specs |= dict.fromkeys(states, divided)
+        if "key" in arrays:
+            specs["key"] = whole
         if "options" in arrays:
             of_option = lambda leaf: of_items if np.ndim(leaf) else whole
             specs["options"] = jax.tree.map(of_option, arrays["options"])
+        is_divided = verb.changes is not None or verb.axis is not None
 
         def call(arrays: dict[str, Any]) -> Any:
-            known.update(arrays)
-            known.update(
-                (one, local.own(arrays[one])) for one in ("state", "other") & arrays.keys()
-            )
-            found = getattr(Shard, name)(*bound.args, **bound.kwargs)
-            return local.stacked(found) if isinstance(found, ReplayState) else found
+            known.update(arrays | {one: local.own(arrays[one]) for one in states})
+            found = method(*bound.args, **bound.kwargs)
+            return local.stacked(found) if is_divided else found
 
-        is_divided = verb.changes is not None or verb.axis is not None
-        return self._mapped(call, (specs,), of_state if is_divided else whole)(arrays)
+        return self._mapped(call, (specs,), divided if is_divided else whole)(arrays)
 
     def _mapped(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
         mapped = xla.shard_map(

@@ -63,7 +63,7 @@ class ActorHost:
         step, mask, priority = steps
         block = owner.block_of(step, None, envs, mask, priority, is_ours=True)
         if ends.any() and owner.buffer.autoreset is not None:
-            self._replay._changing(owner.change, owner.place.method("end_streams"), ends)
+            self._replay._change(owner, "end_streams", ends)
         return self._replay._add(owner, block._replace(**counted))
 
     def changed(self) -> None:

@@ -66,8 +66,7 @@ class OnDevice:
         return state
 
     def method(self, name: str) -> Callable[..., Any]:
-        """Return a method that changes the state, called as function(buffer, state, ...). It is the
-        same object each time."""
+        """Return a method that changes the state, called as function(buffer, state, ...)."""
         return method(name)
 
     def extend(self, is_few: bool) -> Callable[..., Any]:
@@ -154,12 +153,6 @@ class OnHost(OnDevice):
         self.tier = self.saved = tier
         self.whole_buffer, self.home, self.ahead = tier.whole_buffer, default_device(), ahead
         self.is_read_only, self.outlasts = tier.read_only is not None, tier.is_in_files
-        # made once, since they are compared
-        self._methods: dict[str, Any] = {
-            name: _of(getattr(tier, name))
-            for name, verb in VERBS.items()
-            if verb.changes == "state"
-        }
 
     @property
     def example(self) -> Any:
@@ -175,7 +168,10 @@ class OnHost(OnDevice):
         return None if state is None else self.tier.whole(state)
 
     def method(self, name: str) -> Callable[..., Any]:
-        return self._methods.get(name) or method(name)
+        if VERBS[name].changes != "state":
+            return method(name)
+        call = getattr(self.tier, name)
+        return lambda index, *given, **options: call(*given, **options)
 
     def extend(self, is_few: bool) -> Callable[..., Any]:
         return self._extend
@@ -217,11 +213,6 @@ class OnHost(OnDevice):
         self.tier.end_gathers()
         if self.outlasts:
             self.tier.close()
-
-
-def _of(call: Any) -> Any:
-    """Return a method of a tiered buffer as a function of its index, too."""
-    return lambda index, *given, **options: call(*given, **options)
 
 
 @functools.cache

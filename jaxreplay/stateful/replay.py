@@ -3,7 +3,6 @@
 import collections
 import collections.abc
 import dataclasses
-import functools
 import operator
 import time
 import warnings
@@ -510,7 +509,7 @@ class Replay:
             self._check_open()
             owner.check_begun("write")
             given = owner.put((_index_of(index), values))
-            self._changing(owner.change, owner.place.method("write"), *given)
+            self._change(owner, "write", *given)
             self._monitor.notify_all()
 
     def map_rows(
@@ -532,8 +531,7 @@ class Replay:
         with self._monitor:
             self._check_open()
             owner.check_begun("map_rows")
-            call = functools.partial(owner.place.method("map_rows"), block=block)
-            self._changing(owner.change, call, function, *owner.put(arguments))
+            self._change(owner, "map_rows", function, *owner.put(arguments), block=block)
 
     def get(self, index: Any, *, member: str | None = None) -> Sample:
         """Read rows that were sampled before, as `ReplayBuffer.get` does.
@@ -615,7 +613,7 @@ class Replay:
         with self._monitor:
             self._check_open()
             if owner.has_example:
-                self._changing(owner.change, owner.place.method("merge"), owner.put(state))
+                self._change(owner, "merge", owner.put(state))
             else:
                 owner.take(_copied(state))
                 if owner.buffer.autoreset is not None:
@@ -658,13 +656,13 @@ class Replay:
             try:
                 for _, steps, mask in blocks("add_episodes", parts, buffer, owner.example):
                     if is_first and owner.has_example:
-                        self._changing(owner.change, owner.place.method("end_streams"))
+                        self._change(owner, "end_streams")
                     is_first = False
                     block = owner.block_of(steps, None, None, mask, is_ours=True)
                     self._changing(owner.insert, block)
             except BaseException:
                 if not is_first and not owner.is_lost:  # the last one may have no end
-                    self._changing(owner.change, owner.place.method("end_streams"))
+                    self._change(owner, "end_streams")
                 raise
             finally:
                 self._start_anew()
@@ -692,9 +690,7 @@ class Replay:
         with self._monitor:
             self._check_open()
             for owner in self._owners.values():
-                with owner.opened() as has_rows:
-                    if has_rows:
-                        self._changing(owner.change, owner.place.method("clear"))
+                self._change_rows(owner, "clear")
             self._start_anew()
 
     def end_streams(self, mask: Any = None, *, member: str | None = None) -> None:
@@ -716,10 +712,8 @@ class Replay:
             elif len(owners) > 1:
                 owners = [owner for owner in owners if owner.buffer.autoreset is not None]
             for owner in owners:
-                with owner.opened() as has_rows:
-                    if has_rows:
-                        self._changing(owner.change, owner.place.method("end_streams"), mask)
-                        owner.final_obs.restart()
+                if self._change_rows(owner, "end_streams", mask):
+                    owner.final_obs.restart()
 
     def drop(self, mask: Any, *, member: str | None = None) -> None:
         """Give up the unfinished episodes of some envs, as `ReplayBuffer.drop` does. Prefetched
@@ -736,10 +730,8 @@ class Replay:
         owner = self._owner_of("drop", member)
         with self._monitor:
             self._check_open()
-            with owner.opened() as has_rows:
-                if has_rows:
-                    self._changing(owner.change, owner.place.method("drop"), mask)
-                    self._start_anew()
+            if self._change_rows(owner, "drop", mask):
+                self._start_anew()
 
     def metrics(self) -> dict[str, float]:
         """Return the figures of `ReplayBuffer.metrics` as numbers; {} before the first `add`. Those
@@ -882,9 +874,20 @@ class Replay:
             owner.final_obs.restart()
         self._monitor.notify_all()
 
-    def _changing(self, call: Any, *arguments: Any) -> Any:
+    def _change(self, owner: StateOwner, name: str, *given: Any, **options: Any) -> None:
+        """Call a method of the buffer that changes an owner's state."""
+        self._changing(owner.change, owner.place.method(name), *given, **options)
+
+    def _change_rows(self, owner: StateOwner, name: str, *given: Any) -> bool:
+        """Call a method if there are rows, and return whether there are."""
+        with owner.opened() as has_rows:
+            if has_rows:
+                self._change(owner, name, *given)
+        return has_rows
+
+    def _changing(self, call: Any, *arguments: Any, **options: Any) -> Any:
         try:
-            return call(*arguments)
+            return call(*arguments, **options)
         except BaseException:
             self._monitor.notify_all()  # waiting calls check whether the rows are lost
             raise
