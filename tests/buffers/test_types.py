@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
+from jaxreplay._util import xla
 
 SIZES: Any = {"capacity": 16, "num_envs": 1, "batch_size": 2, "autoreset": "next_step"}
 
@@ -33,6 +34,9 @@ def wrapped(key):
     buffer = jr.frame_stack(jr.prioritized(**SIZES), 2)
     assert_type(buffer, jr.ReplayBuffer[jr.Transition])
     assert_type(jr.jit(buffer).sample(empty(buffer), key).experience.discount, jax.Array)
+    if xla.shard_map is not None:
+        divided = jr.sharded(buffer, jax.make_mesh((1,), ("data",)))
+        assert_type(divided.sample(empty(divided), key).experience.discount, jax.Array)
     rewards = jr.transform(buffer, reward)
     assert_type(rewards.sample(empty(rewards), key).experience, jax.Array)
     queue = jr.transitions(**SIZES, sampler=jr.Queue())
