@@ -20,7 +20,7 @@ class Static:
     """A frozen, hashable configuration. Each subclass becomes a dataclass with keyword arguments,
     and a pytree without leaves.
 
-    `jit` compiles once for equal configurations.
+    `jit` compiles once for equal configurations. Functions are equal if they are one object.
     """
 
     # names of the parameters that one call may give, and what it gave, which may be traced
@@ -73,7 +73,7 @@ class Static:
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
         dataclasses.dataclass(frozen=True, kw_only=True, repr=False)(cls)
-        _compare_given(cls)
+        _compare_by_identity(cls)
         of_init = inspect.signature(cls.__init__)  # `help` would show that of `__new__`
         cls.__signature__ = of_init.replace(parameters=[*of_init.parameters.values()][1:])
         jax.tree_util.register_static(cls)
@@ -122,11 +122,20 @@ def _with_given(value: Any, values: Mapping[str, Any]) -> Any:
     return tuple(_with_given(one, values) for one in value) if _parts_in(value) else value
 
 
-def _compare_given(cls: Any) -> None:
-    """Have configurations of a class equal each other only if one call gave both their values."""
+def _compare_by_identity(cls: Any) -> None:
+    """Have configurations of a class equal each other only if one call gave both their values, and
+    if their functions are the same objects: equality of callables may leave out an array."""
     of_fields = cls.__eq__
+    values = lambda config: [getattr(config, name) for name in cls.__dataclass_fields__]
+    functions = lambda config: [id(one) for one in values(config) if callable(one)]
     cls.__eq__ = lambda self, other: (
-        self.given is getattr(other, "given", None) and of_fields(self, other)
+        self is other
+        or (
+            type(self) is type(other)
+            and self.given is other.given
+            and of_fields(self, other)
+            and functions(self) == functions(other)
+        )
     )
 
 

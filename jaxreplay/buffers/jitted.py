@@ -114,7 +114,14 @@ def method(name: str, on_one_core: bool = False) -> Callable[..., Any]:
     if name == "adopt":
         return _adopts
     changes = verb.changes is not None
-    return program(call, changes=changes, static=verb.static, on_one_core=on_one_core)
+    made = program(call, changes=changes, static=verb.static, on_one_core=on_one_core)
+    if name != "map_rows":
+        return made
+    # a method equals that of the same object alone, whatever the object says of itself
+    own = lambda function: function.__call__ if callable(function) else function
+    return lambda buffer, state, function, *rest, **options: made(
+        buffer, state, own(function), *rest, **options
+    )
 
 
 def _sampler_method(call: Callable[..., Any]) -> Callable[..., Any]:

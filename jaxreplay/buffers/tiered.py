@@ -730,9 +730,9 @@ class Tiered:
         size = min(block, self.buffer.capacity)
         stored = dict(named(state.rows.steps, is_leaf=stored_arrays.is_compound))
         concurrent.futures.wait([flight.future for flight in self._flights])
-        trace = 0
+        trace, call = 0, function.__call__  # equal only to that of the same object
         for number in range(-(-self.buffer.capacity // size)):
-            plan = _block(self.index, state, np.int32(number), arguments, function, size)
+            plan = _block(self.index, state, np.int32(number), arguments, call, size)
             found = jax.device_get(made(plan, self.take(plan)))
             with defer_interrupts():
                 self._put(store, stored, *found[:2])

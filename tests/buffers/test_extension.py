@@ -148,3 +148,45 @@ def test_a_jitted_method_of_a_view_has_the_values_of_each_call():
     both = jax.jit(lambda scale: (draw(scale).sum(), draw(3 * scale).sum()))
     assert both(2.0) == (4.0, 12.0)
     assert make() == make() != make().with_given({"scale": 2.0})
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """A function whose equality leaves its array out."""
+
+    factor: Any = dataclasses.field(compare=False)
+
+    def times(self, item, key=None):
+        return {"x": item["x"] * self.factor}
+
+    __call__ = times
+
+
+def nested(factor):
+    product = jax.jit(lambda x: x * factor)
+    return lambda item, key=None: {"x": product(item["x"])}
+
+
+FUNCTIONS = {
+    "lambda": lambda factor: lambda item, key=None: {"x": item["x"] * factor},
+    "partial": lambda factor: functools.partial(Times.times, Times(factor)),
+    "nested jit": nested,
+    "jit": lambda factor: jax.jit(Times(factor).times),
+    "bound method": lambda factor: Times(factor).times,
+    "dataclass": Times,
+}
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_functions_that_differ_only_in_an_array_are_not_mistaken_for_each_other(kind):
+    items = jr.items(capacity=4, batch_size=2, allow_write=True)
+    for rows in ("device", "host"):
+        for factor in (2.0, 5.0):
+            function = FUNCTIONS[kind](np.full(1, factor, np.float32))
+            buffer = jr.transform(items, function)
+            replay = jr.Replay(buffer, rows=rows, example={"x": np.ones(1, np.float32)})
+            replay.add({"x": np.ones((1, 1), np.float32)})
+            assert np.unique(replay.sample().experience["x"]) == factor
+            replay.map_rows(function)
+            assert np.unique(replay.sample().experience["x"]) == factor**2
+            assert buffer == jr.transform(items, function)  # the same object: no new compilation
