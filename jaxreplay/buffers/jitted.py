@@ -13,6 +13,7 @@ from jaxreplay._util.names import kind_of
 from jaxreplay._util.struct import Static
 from jaxreplay.buffers import step_checks
 from jaxreplay.buffers.adopt import check_adopted, numbers_of, rebuilt
+from jaxreplay.buffers.map_rows import identified
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import check_not_deleted
 from jaxreplay.buffers.verbs import VERBS, Verb
@@ -117,10 +118,8 @@ def method(name: str, on_one_core: bool = False) -> Callable[..., Any]:
     made = program(call, changes=changes, static=verb.static, on_one_core=on_one_core)
     if name != "map_rows":
         return made
-    # a method equals that of the same object alone, whatever the object says of itself
-    own = lambda function: function.__call__ if callable(function) else function
     return lambda buffer, state, function, *rest, **options: made(
-        buffer, state, own(function), *rest, **options
+        buffer, state, identified(function), *rest, **options
     )
 
 

@@ -31,7 +31,7 @@ from jaxreplay.buffers.index_buffer import (
     requests_of,
 )
 from jaxreplay.buffers.jitted import buffer_of, method, program, rebuild
-from jaxreplay.buffers.map_rows import block_of, traced
+from jaxreplay.buffers.map_rows import block_of, identified, traced
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import check_not_deleted, example_of, is_alive
 from jaxreplay.buffers.verbs import VERBS
@@ -730,9 +730,9 @@ class Tiered:
         size = min(block, self.buffer.capacity)
         stored = dict(named(state.rows.steps, is_leaf=stored_arrays.is_compound))
         concurrent.futures.wait([flight.future for flight in self._flights])
-        trace, call = 0, function.__call__  # equal only to that of the same object
+        trace, function = 0, identified(function)
         for number in range(-(-self.buffer.capacity // size)):
-            plan = _block(self.index, state, np.int32(number), arguments, call, size)
+            plan = _block(self.index, state, np.int32(number), arguments, function, size)
             found = jax.device_get(made(plan, self.take(plan)))
             with defer_interrupts():
                 self._put(store, stored, *found[:2])

@@ -451,7 +451,7 @@ class Replay:
                         "sample: with prefetch every batch has the buffer's "
                         f"{self.buffer.batch_size} items, not {batch_size}"
                     )
-                draw = functools.partial(self._next if consume else self._look, batch_size, options)
+                draw = lambda: (self._next if consume else self._look)(batch_size, options)
                 batch = self._wait("sample", draw, timeout, self._why_no_sample)
                 while consume and len(self._drawn) < self._prefetch:
                     if (ahead := self._draw(None, options)) is None:
