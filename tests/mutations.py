@@ -482,14 +482,14 @@ MUTATIONS = (
     (
         "a write of one leaf looks like that of another",
         "storage/writes.py",
-        "trace = random.avalanche((trace ^ content) + jnp.uint32(zlib.crc32(name.encode())))",
-        "trace = random.avalanche(trace ^ content)",
+        "stamp = random.avalanche((stamp ^ content) + jnp.uint32(zlib.crc32(name.encode())))",
+        "stamp = random.avalanche(stamp ^ content)",
         "checkpoint/test_checkpoint.py",
     ),
     (
-        "map_rows leaves no trace, so that a save keeps old rows",
+        "map_rows leaves no stamp, so that a save keeps old rows",
         "buffers/map_rows.py",
-        "    return traced(state, trace)\n\n\ndef block_of",
+        "    return stamped(state, stamp)\n\n\ndef block_of",
         "    return state\n\n\ndef block_of",
         "buffers/test_map_rows.py checkpoint/test_checkpoint.py",
     ),

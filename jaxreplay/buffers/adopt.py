@@ -44,7 +44,7 @@ def rebuilt(
     if before.num_envs == layout.num_envs and not (is_aligned and layout.autoreset is None):
         state, source = adopt.moved(layout, state)
         if source is not None:
-            place = lambda values: adopt.taken(values, source, nothing(values))
+            place = lambda values: adopt.rows_from(values, source, nothing(values))
             numbers = _placed(numbers, before, place)
         is_derived = source is None and state.rows.candidate_number is not None
         is_same = (before.window, before.has_table) == (layout.window, layout.has_table)

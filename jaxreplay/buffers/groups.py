@@ -221,7 +221,7 @@ class Groups(Static):
 
         # The newest group of each place takes it.
         none, is_one = self.capacity, group >= 0
-        _, slot = ring.split(jnp.maximum(group, 0), self.capacity)
+        _, slot = ring.divide(jnp.maximum(group, 0), self.capacity)
         target = jnp.where(is_one, slot, none)
         newest = state.group.at[target].max(group, mode="drop")
         is_new, zero = newest != state.group, jnp.zeros_like(newest)
@@ -300,7 +300,7 @@ class Groups(Static):
         if group.ndim != 1 or not jnp.issubdtype(group.dtype, jnp.integer):
             raise ValueError(f"close: group must be int32[N], got {spec_text(group)}")
         least = jnp.maximum(self.group_size if min_items is None else min_items, 1)
-        _, slot = ring.split(jnp.maximum(group, 0).astype(jnp.int32), self.capacity)
+        _, slot = ring.divide(jnp.maximum(group, 0).astype(jnp.int32), self.capacity)
         waits = ~state.is_closed & (state.num_items < self.group_size)
         waits = waits[slot] & (state.group[slot] == group)
         target = jnp.where(waits, slot, self.capacity)

@@ -13,7 +13,7 @@ from jaxreplay.storage.state import ReplayState
 from jaxreplay.views import RowReader
 
 
-def mapped(
+def rows_mapped(
     buffer: Any, state: ReplayState, function: Callable[..., Any], arguments: Any, size: int
 ) -> ReplayState:
     """Return a state with new leaves of all its steps.
@@ -26,17 +26,17 @@ def mapped(
     """
 
     def of_block(number: jax.Array, carry: Any) -> Any:
-        state, trace = carry
+        state, stamp = carry
         target, new, own = block_of(buffer, state, function, arguments, size, number)
         return state.replace(
             rows=writes.put(state.rows, target, new, are_distinct=True)
-        ), trace + own
+        ), stamp + own
 
     # Of the state, since a constant would not vary among the shards of a `shard_map`.
     none = (0 * state.counters.filled[0]).astype(jnp.uint32)
     num_blocks = -(-buffer.capacity // size)
-    state, trace = jax.lax.fori_loop(0, num_blocks, of_block, (state, none))
-    return traced(state, trace)
+    state, stamp = jax.lax.fori_loop(0, num_blocks, of_block, (state, none))
+    return stamped(state, stamp)
 
 
 def block_of(
@@ -48,7 +48,7 @@ def block_of(
     number: jax.Array,
 ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
     """Return the rows of a block that have steps, int32[size], the capacity for others; their new
-    leaves by name, [size, ...]; and the trace of writing them.
+    leaves by name, [size, ...]; and the stamp of writing them.
 
     Args:
       buffer: As for `mapped`, as are `state`, `function`, `arguments` and `size`.
@@ -66,14 +66,14 @@ def block_of(
     inside = jnp.minimum(row, capacity - 1)
     is_step = (row == inside) & state.is_written(inside) & ~state.has(inside, row_flags.FINAL)
     new = step_checks.as_values("map_rows", state, jax.vmap(of_row)(inside), (size,))
-    trace = jnp.where(is_step, writes.trace_of(row, new), 0).sum(dtype=jnp.uint32)
-    return jnp.where(is_step, inside, capacity), new, trace
+    stamp = jnp.where(is_step, writes.stamp_of(row, new), 0).sum(dtype=jnp.uint32)
+    return jnp.where(is_step, inside, capacity), new, stamp
 
 
-def traced(state: ReplayState, trace: jax.Array) -> ReplayState:
-    """Return a state of which all rows were written, with a trace."""
-    traces = jnp.full((NUM_PARTS, 1), jnp.maximum(trace, 1))
-    return state.replace(counters=writes.traced(state.counters, traces))
+def stamped(state: ReplayState, stamp: jax.Array) -> ReplayState:
+    """Return a state of which all rows were written, with a stamp."""
+    stamps = jnp.full((NUM_PARTS, 1), jnp.maximum(stamp, 1))
+    return state.replace(counters=writes.stamped(state.counters, stamps))
 
 
 def identified(function: Any) -> Any:

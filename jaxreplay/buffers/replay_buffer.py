@@ -16,7 +16,7 @@ from jaxreplay._util.struct import Static
 from jaxreplay.buffers import memory, step_checks
 from jaxreplay.buffers.adopt import adopted, merged
 from jaxreplay.buffers.drop import dropped
-from jaxreplay.buffers.map_rows import mapped
+from jaxreplay.buffers.map_rows import rows_mapped
 from jaxreplay.buffers.state_checks import check_donated, check_state
 from jaxreplay.samplers import Sampler
 from jaxreplay.storage import newest_row, platforms, row_flags, writes
@@ -563,7 +563,7 @@ class ReplayBuffer(Static, Generic[T]):
         state = check_donated("map_rows", self, state)
         step_checks.check_writable("map_rows", state)
         checks.check_size("map_rows", "block", block)
-        return mapped(self, state, function, arguments, min(block, self.capacity))
+        return rows_mapped(self, state, function, arguments, min(block, self.capacity))
 
     def can_add(self, state: ReplayState, num_steps: int = 1) -> jax.Array:
         """Return whether more steps overwrite only rows that were consumed; for `Queue`,

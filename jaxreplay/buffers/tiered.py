@@ -31,7 +31,7 @@ from jaxreplay.buffers.index_buffer import (
     requests_of,
 )
 from jaxreplay.buffers.jitted import buffer_of, method, program, rebuild
-from jaxreplay.buffers.map_rows import block_of, identified, traced
+from jaxreplay.buffers.map_rows import block_of, identified, stamped
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import check_not_deleted, example_of, is_alive
 from jaxreplay.buffers.verbs import VERBS
@@ -730,15 +730,15 @@ class Tiered:
         size = min(block, self.buffer.capacity)
         stored = dict(named(state.rows.steps, is_leaf=stored_arrays.is_compound))
         concurrent.futures.wait([flight.future for flight in self._flights])
-        trace, function = 0, identified(function)
+        stamp, function = 0, identified(function)
         for number in range(-(-self.buffer.capacity // size)):
             plan = _block(self.index, state, np.int32(number), arguments, function, size)
             found = jax.device_get(made(plan, self.take(plan)))
             with defer_interrupts():
                 self._put(store, stored, *found[:2])
-            trace += int(found[2])
-        trace = np.uint32(trace & 0xFFFFFFFF)
-        return self._undivided(state, lambda: _traced(self.index, state, trace))
+            stamp += int(found[2])
+        stamp = np.uint32(stamp & 0xFFFFFFFF)
+        return self._undivided(state, lambda: _stamped(self.index, state, stamp))
 
     def _put(self, store: RowStore, stored: Any, rows: Any, given: dict[str, Any]) -> None:
         """Write leaves of rows, int32[K]. Rows past the end are dropped."""
@@ -1131,9 +1131,9 @@ def _block(
 
 
 @functools.partial(program, changes=True)
-def _traced(index: IndexBuffer, state: ReplayState, trace: Any) -> ReplayState:
+def _stamped(index: IndexBuffer, state: ReplayState, stamp: Any) -> ReplayState:
     del index
-    return traced(state, trace)
+    return stamped(state, stamp)
 
 
 @functools.partial(program, static=("batch_size",), on_one_core=True)

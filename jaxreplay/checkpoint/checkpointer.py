@@ -22,10 +22,10 @@ from jaxreplay.checkpoint import extras as extras_of, planning, restoring, rows,
 from jaxreplay.checkpoint.chain import Chain
 from jaxreplay.checkpoint.fits import check_path
 from jaxreplay.checkpoint.manifest import MOST_DEPTH, STEPS, Manifest, check_depth
-from jaxreplay.checkpoint.planning import Plan, Split
+from jaxreplay.checkpoint.planning import SaveParts, SavePlan
 from jaxreplay.checkpoint.restoring import MissingRows, Reading
 from jaxreplay.checkpoint.savers import ShardedSaver, StateSaver, TieredSaver
-from jaxreplay.checkpoint.saving import File, written
+from jaxreplay.checkpoint.saving import NewFile, written
 from jaxreplay.checkpoint.store import store_at
 from jaxreplay.checkpoint.verifying import Verified
 from jaxreplay.distributed.processes import Processes
@@ -215,11 +215,11 @@ class Checkpointer:
 
     def _planned(
         self,
-        splits: dict[str, Split],
+        splits: dict[str, SaveParts],
         extras: dict[str, Any],
         step: int | None,
         metadata: str,
-    ) -> Plan:
+    ) -> SavePlan:
         """Plan a save. All processes return the same plan."""
         options = self._chunk_bytes, self._level
 
@@ -243,7 +243,7 @@ class Checkpointer:
         goes_on = self._base is not None
         if not is_base_there:
             self._base = None  # it was deleted by another process
-        plan = planning.planned(
+        plan = planning.plan_of(
             self._named,
             splits,
             extras,
@@ -264,7 +264,7 @@ class Checkpointer:
         self._processes.first(check)
         return plan
 
-    def _write(self, plan: Plan, splits: dict[str, Split]) -> None:
+    def _write(self, plan: SavePlan, splits: dict[str, SaveParts]) -> None:
         """Write the files of this process, and the manifest when those of all are written. Then
         delete checkpoints that are not kept."""
         manifest = plan.manifest
@@ -278,11 +278,13 @@ class Checkpointer:
         self._base = manifest
         self._processes.first(lambda: self._chain.collect(self.max_to_keep))
 
-    def _files(self, plan: Plan, splits: dict[str, Split]) -> Iterator[File]:
+    def _files(self, plan: SavePlan, splits: dict[str, SaveParts]) -> Iterator[NewFile]:
         """Yield the files that this process writes. The rows of groups are copied."""
         num, index = self._processes.num, self._processes.index
         for name, pieces in [*plan.manifest.rest_files()][index::num]:
-            yield File(name, {one.name: rows.piece_of(plan.rest[one.name], one) for one in pieces})
+            yield NewFile(
+                name, {one.name: rows.piece_of(plan.rest[one.name], one) for one in pieces}
+            )
         for member, new in plan.manifest.new_groups():
             # all of one size: few programs are compiled, and memory is used again
             size = pow2.power_above(max((group.num_rows for group in new), default=1))
@@ -292,7 +294,7 @@ class Checkpointer:
                     picked = rows.rows_in(part, group.rows())
                     padded, spare = pow2.padded(picked, size, picked[-1]), spares[part.env]
                     copied = rows.read(part.state, padded, spare.pop() if spare else None)
-                    yield File(group.file, copied, len(picked), spare)
+                    yield NewFile(group.file, copied, len(picked), spare)
 
     def restore(
         self,
@@ -356,7 +358,7 @@ class Checkpointer:
         with self._processes.agreed():
             found = restoring.restored(
                 self._chain,
-                restoring.Request(
+                restoring.RestoreRequest(
                     self._store,
                     self._processes,
                     state_of,

@@ -51,7 +51,7 @@ def specs_of(extras: Any) -> dict[str, str]:
     return found
 
 
-def restored(extras: Any, read: Callable[[str], np.ndarray]) -> Any:
+def extras_like(extras: Any, read: Callable[[str], np.ndarray]) -> Any:
     """Return extras that are like these, of what was saved.
 
     Args:

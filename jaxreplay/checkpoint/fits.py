@@ -38,7 +38,7 @@ def check_fits(
     """
     lines, with_rows = [], set()
     for name, own in members.items():
-        init = lambda own=own, name=name: rows.split(own.init(examples[name]))
+        init = lambda own=own, name=name: rows.rows_and_rest(own.init(examples[name]))
         own_rows, own_rest = jax.eval_shape(init)
         stored = manifest.members.get(name)
         if own_rows:

@@ -61,7 +61,7 @@ class Group(NamedTuple):
     stop: int
     env: int
     env_stop: int
-    trace: int = 0  # of the writes to its rows and their neighbors before the save, modulo 2^32
+    stamp: int = 0  # of the writes to its rows and their neighbors before the save, modulo 2^32
     sums: Sums | None = None  # of its file; None until it is written
 
     @property
@@ -86,24 +86,24 @@ class Group(NamedTuple):
         high[own] = np.maximum(np.minimum(end, oldest + self.stop), low[own])
         return low, high
 
-    def traced(self, traces: np.ndarray | None) -> "Group":
-        """Return the group with the trace of the writes to its rows, a sum of those of the parts of
+    def stamped(self, stamps: np.ndarray | None) -> "Group":
+        """Return the group with the stamp of the writes to its rows, a sum of those of the parts of
         the rings that have them.
 
         Args:
-          traces: uint32[E, NUM_PARTS], of each part of the streams' rings; None for none.
+          stamps: uint32[E, NUM_PARTS], of each part of the streams' rings; None for none.
         """
-        if traces is None:
-            return self._replace(trace=0)
+        if stamps is None:
+            return self._replace(stamp=0)
         low, high = (of_all[self.env : self.env_stop] for of_all in self.range())
         part = -(-self.save.length // NUM_PARTS)
         first, last = (ring.position_of(row, self.save.length) for row in (low, high - 1))
         end = last // part + 1 + NUM_PARTS * (last < first)
-        own = traces[self.env : self.env_stop].astype(np.int64)
+        own = stamps[self.env : self.env_stop].astype(np.int64)
         sums = np.cumsum(np.concatenate([np.zeros_like(own[:, :1]), own, own], axis=1), axis=1)
         env = np.arange(len(own))
-        trace = np.where(low < high, sums[env, end] - sums[env, first // part], 0)
-        return self._replace(trace=int(trace.sum()) & 0xFFFFFFFF)
+        stamp = np.where(low < high, sums[env, end] - sums[env, first // part], 0)
+        return self._replace(stamp=int(stamp.sum()) & 0xFFFFFFFF)
 
     def rows(self) -> Picked:
         """Return the rows in the order of the arrays. Raises a CorruptCheckpointError if there are
@@ -120,7 +120,7 @@ class Group(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Groups(Sequence[Group]):
+class GroupColumns(Sequence[Group]):
     """Groups stored as columns: a list of `Group` would take some hundred bytes for each."""
 
     saves: list[Save]
@@ -128,7 +128,7 @@ class Groups(Sequence[Group]):
     columns: np.ndarray
 
     @classmethod
-    def of(cls, groups: Iterable[Group]) -> "Groups":
+    def of(cls, groups: Iterable[Group]) -> "GroupColumns":
         """Return groups as columns."""
         saves: dict[Save, int] = {}
         columns = [
@@ -162,11 +162,11 @@ class Groups(Sequence[Group]):
           CorruptCheckpointError: Groups overlap, are out of order, have rows past `end`, or lack
             rows.
         """
-        save, number, start, stop, env, env_stop, trace, raw, _, stored = self.columns.T
+        save, number, start, stop, env, env_stop, stamp, raw, _, stored = self.columns.T
         lengths = np.array([*(one.length for one in self.saves), 0])
         is_possible = (start < stop) & (stop <= lengths[np.minimum(save, len(self.saves))])
         is_possible &= (number < 10**6) & (env < env_stop) & (env_stop <= len(end))
-        is_possible &= (raw < 2**32) & (stored < 2**32) & (trace < 2**32)
+        is_possible &= (raw < 2**32) & (stored < 2**32) & (stamp < 2**32)
         if not is_possible.all():
             raise CorruptCheckpointError(
                 f"group {int(np.argmin(is_possible))} has rows that cannot exist"

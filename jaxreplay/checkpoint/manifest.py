@@ -21,7 +21,7 @@ from jaxreplay._util.names import printable
 from jaxreplay.checkpoint import bundle
 from jaxreplay.checkpoint.bundle import Piece, Spec, Sums
 from jaxreplay.checkpoint.files import CorruptCheckpointError
-from jaxreplay.checkpoint.groups import NUM_COLUMNS, Folder, Group, Groups, Length, Save
+from jaxreplay.checkpoint.groups import NUM_COLUMNS, Folder, Group, GroupColumns, Length, Save
 from jaxreplay.storage import stored_arrays
 from jaxreplay.storage.layout import Layout, Window
 
@@ -114,12 +114,12 @@ class Member(msgspec.Struct, eq=False, forbid_unknown_fields=True):
     end: np.ndarray  # int64[E], one more than the number of its newest row
     rows: dict[str, str]  # dtype and shape of a row, by leaf
     saves: list[Save]
-    columns: np.ndarray = msgspec.field(name="groups")  # as those of `Groups`
+    columns: np.ndarray = msgspec.field(name="groups")  # as those of `GroupColumns`
 
     @property
-    def groups(self) -> Groups:
+    def groups(self) -> GroupColumns:
         """Its groups: each row is in one; a stream's older rows are in earlier groups."""
-        return Groups(self.saves, self.columns)
+        return GroupColumns(self.saves, self.columns)
 
     def check(self) -> None:
         """Check fields that were read, and put arrays into their shapes. Raises a

@@ -1,8 +1,8 @@
 """Plan of a save: which rows to write, in which groups, and which groups of an earlier checkpoint
 to keep.
 
-A row does not change once it is added, but by `buffer.write`, which leaves a trace. So rows that
-the checkpoint before has are not written again, except groups whose traces differ. If a state was
+A row does not change once it is added, but by `buffer.write`, which leaves a stamp. So rows that
+the checkpoint before has are not written again, except groups whose stamps differ. If a state was
 rewound in memory and went on differently, or lost the newest rows of an env by `buffer.drop`, it
 does not continue that checkpoint. The newest rows tell: they are compared by their checksum, and if
 they differ, all rows are written.
@@ -21,7 +21,7 @@ from jaxreplay._util.names import description, named, spec_text
 from jaxreplay._version import __version__
 from jaxreplay.checkpoint import bundle, rows
 from jaxreplay.checkpoint.chain import whoami
-from jaxreplay.checkpoint.groups import MOST_ROWS, Group, Groups, Save, cut
+from jaxreplay.checkpoint.groups import MOST_ROWS, Group, GroupColumns, Save, cut
 from jaxreplay.checkpoint.manifest import MOST_NUMBERS, Manifest, Member, StoredLayout, in_member
 from jaxreplay.checkpoint.rows import Picked, Span
 from jaxreplay.distributed.parts import Parts
@@ -33,7 +33,7 @@ _PARTS, _LEAST_ROWS = 16, 256
 _COMPARED = 2**23  # bytes of the newest rows that are compared, at least
 
 
-class Split(NamedTuple):
+class SaveParts(NamedTuple):
     """A state, divided into what a checkpoint has of it."""
 
     buffer: Any
@@ -42,7 +42,7 @@ class Split(NamedTuple):
     parts: Parts  # from which the rows are read
 
 
-class Plan(NamedTuple):
+class SavePlan(NamedTuple):
     """Plan of one save.
 
     Attributes:
@@ -56,14 +56,14 @@ class Plan(NamedTuple):
     num_bytes: int
 
 
-def planned(
+def plan_of(
     buffer: Any,
-    splits: Mapping[str, Split],
+    splits: Mapping[str, SaveParts],
     extras: Mapping[str, Any],
     base: Manifest | None,
     group_bytes: int,
     **fields: Any,
-) -> Plan:
+) -> SavePlan:
     """Plan a save. All processes make the same plan.
 
     Args:
@@ -89,7 +89,7 @@ def planned(
             )
             own = _groups(split, before, span, save, group_bytes)
             num_bytes += _row_bytes(split) * sum(one.num_rows for one in own if one.sums is None)
-            groups = Groups.of(
+            groups = GroupColumns.of(
                 one._replace(number=next(numbers)) if one.sums is None else one for one in own
             )
             members[name] = Member(
@@ -111,15 +111,15 @@ def planned(
         rest={name: spec_text(leaf) for name, leaf in rest.items()},
         files=[],
     )
-    return Plan(manifest, rest, num_bytes)
+    return SavePlan(manifest, rest, num_bytes)
 
 
-def _row_bytes(split: Split) -> int:
+def _row_bytes(split: SaveParts) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(split.rows)) // split.buffer.capacity
 
 
 def _groups(
-    split: Split,
+    split: SaveParts,
     base: Member | None,
     span: Span,
     save: Save,
@@ -127,7 +127,7 @@ def _groups(
 ) -> list[Group]:
     """Return a state's groups, in the order of their rows. New ones lie in one part each. `save`:
     all of the state's rows."""
-    buffer, row_bytes, traces = split.buffer, _row_bytes(split), _traces(split)
+    buffer, row_bytes, stamps = split.buffer, _row_bytes(split), _stamps(split)
     most = min(
         group_bytes // (row_bytes + _BOOKKEEPING),
         MOST_ROWS,
@@ -138,7 +138,7 @@ def _groups(
     if base is not None and _may_continue(base, span, num_rewritten):
         since, kept = _kept(base, span, num_rewritten, most)
         saves: dict[Save, Save] = {}
-        kept = [_again(group, traces, save, saves) for group in kept]
+        kept = [_again(group, stamps, save, saves) for group in kept]
         unchanged = [group for group in kept if group.sums is not None]
         can_write = all(
             group.sums is not None or split.parts.lie_in_one(group.env, group.env_stop)
@@ -149,33 +149,33 @@ def _groups(
     save = msgspec.structs.replace(save, since=since)
     for env, env_stop in itertools.pairwise(split.parts.bounds):
         new = cut(save, most, slice(env, env_stop), num_rewritten)
-        kept += [group.traced(traces) for group in new]
+        kept += [group.stamped(stamps) for group in new]
     return kept
 
 
-def _traces(split: Split) -> np.ndarray | None:
-    """Return the traces of writes to each part of the rings, uint32[E, NUM_PARTS]; None if the
+def _stamps(split: SaveParts) -> np.ndarray | None:
+    """Return the stamps of writes to each part of the rings, uint32[E, NUM_PARTS]; None if the
     buffer allows none."""
     if not split.buffer.allow_write:
         return None
     counters = split.rest["counters"]
-    return np.stack([counters[f"write_trace_{part}"] for part in range(NUM_PARTS)], axis=-1)
+    return np.stack([counters[f"write_stamp_{part}"] for part in range(NUM_PARTS)], axis=-1)
 
 
-def _again(group: Group, traces: np.ndarray | None, save: Save, saves: dict[Save, Save]) -> Group:
+def _again(group: Group, stamps: np.ndarray | None, save: Save, saves: dict[Save, Save]) -> Group:
     """Return a group that an earlier checkpoint has; if its rows were written since, as one that is
     to be written again, without the rows that are overwritten.
 
     Args:
       group: The group.
-      traces: As `_traces` returns them.
+      stamps: As `_stamps` returns them.
       save: The rows of the state.
       saves: Gets the new form of each earlier save of which a group is written again.
     """
-    now, before = group.traced(traces), group.save
-    # With another length, parts of the rings have other rows than their traces are of.
-    is_known = before.length == save.length or not np.any(traces)
-    if now.trace == group.trace and is_known:
+    now, before = group.stamped(stamps), group.save
+    # With another length, parts of the rings have other rows than their stamps are of.
+    is_known = before.length == save.length or not np.any(stamps)
+    if now.stamp == group.stamp and is_known:
         return group
     since = np.maximum(before.since, save.since)
     changed = {"folder": save.folder, "since": since, "is_compressed": save.is_compressed}

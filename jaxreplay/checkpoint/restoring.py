@@ -63,7 +63,7 @@ class Restored(NamedTuple):
     lost: list[MissingRows]
 
 
-class Request(NamedTuple):
+class RestoreRequest(NamedTuple):
     """Arguments of a restore.
 
     Attributes:
@@ -89,7 +89,7 @@ class Request(NamedTuple):
     allow_partial: bool
 
 
-def restored(chain: Chain, request: Request) -> Restored:
+def restored(chain: Chain, request: RestoreRequest) -> Restored:
     """Restore the newest intact checkpoint. If there is none, a partial restore takes the one of
     which most rows are left.
 
@@ -158,7 +158,7 @@ def _aligned(member: Member, first: np.ndarray) -> np.ndarray:
 
 
 def _read(
-    request: Request,
+    request: RestoreRequest,
     manifest: Manifest,
     left: Mapping[str, np.ndarray],
     problems: list[str],
@@ -187,7 +187,7 @@ def _read(
             reading = Reading(request.store, manifest, name, left.get(name), told.update)
             states[name] = request.state_of(name, reading)
         rest = Rest(request.store, manifest, told.update)
-        extras = extras_of.restored(request.extras, rest.arrays([*wanted]).__getitem__)
+        extras = extras_of.extras_like(request.extras, rest.arrays([*wanted]).__getitem__)
         beside = rest.arrays([name for name in manifest.rest if name.startswith(extras_of.BESIDE)])
     lost = [
         MissingRows(env, int(member.first[env]), int(left[name][env]) - 1, name)
@@ -458,7 +458,7 @@ class Reading:
             index = rows.rows_at(picked._replace(env=picked.env - env), length)
             own = [found[name] for name, _ in leaves]
             values = jax.tree.unflatten(jax.tree.structure(specs), own)
-            stored = rows.put(stored, index, values, most)
+            stored = rows.with_rows(stored, index, values, most)
             self._progress(sum(leaf.nbytes for leaf in own))
 
         Reader(self._store, self._member).parts(first, put)

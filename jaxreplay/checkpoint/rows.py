@@ -36,7 +36,7 @@ class Picked(NamedTuple):
     number: np.ndarray
 
 
-def split(state: Any) -> tuple[Any, Any]:
+def rows_and_rest(state: Any) -> tuple[Any, Any]:
     """Split a state into its rows, which do not change once written, and the rest, which is small
     or derived. Only a `ReplayState` has rows."""
     if not isinstance(state, ReplayState):
@@ -102,7 +102,7 @@ def on_host(leaf: Any) -> np.ndarray:
     return np.asarray(leaf)
 
 
-def put(rows: Any, index: np.ndarray, values: Any, most: int) -> Any:
+def with_rows(rows: Any, index: np.ndarray, values: Any, most: int) -> Any:
     """Write values in plain form to rows, which are donated, and return the rows.
 
     Args:

@@ -16,7 +16,7 @@ from jaxreplay.buffers.state_checks import check_state
 from jaxreplay.buffers.tiered import Tiered
 from jaxreplay.checkpoint import rows
 from jaxreplay.checkpoint.manifest import TOKEN
-from jaxreplay.checkpoint.planning import Split
+from jaxreplay.checkpoint.planning import SaveParts
 from jaxreplay.checkpoint.restoring import Reading
 from jaxreplay.distributed.parts import Parts
 from jaxreplay.distributed.shards import Shards
@@ -47,14 +47,14 @@ class StateSaver:
         else:
             self.buffer.steps(state)  # raises the same error
 
-    def split(self, state: Any, has_copy: bool) -> Split:
+    def split(self, state: Any, has_copy: bool) -> SaveParts:
         """Divide a state into what a checkpoint has of it.
 
         Args:
           state: The newest state.
           has_copy: Whether the checkpoint has a copy of rows that are in files.
         """
-        return Split(self.buffer, *rows.split(state), Parts.of(state))
+        return SaveParts(self.buffer, *rows.rows_and_rest(state), Parts.of(state))
 
     def restored(self, example: Any, reading: Reading, sharding: Any) -> Any:
         """Return the state of a checkpoint.
@@ -83,9 +83,9 @@ class ShardedSaver(StateSaver):
     def check(self, where: str, state: Any) -> None:
         self._shards.check(where, state)
 
-    def split(self, state: Any, has_copy: bool) -> Split:
+    def split(self, state: Any, has_copy: bool) -> SaveParts:
         parts = self._shards.parts(state)
-        return Split(self.buffer, *self._shards.split(state), parts)
+        return SaveParts(self.buffer, *self._shards.split(state), parts)
 
     def restored(self, example: Any, reading: Reading, sharding: Any) -> Any:
         return self._shards.restored(example, reading)
@@ -100,15 +100,15 @@ class TieredSaver(StateSaver):
         super().__init__(tier.index)
         self._tier = tier
 
-    def split(self, state: Any, has_copy: bool) -> Split:
+    def split(self, state: Any, has_copy: bool) -> SaveParts:
         tier = self._tier
         token = tier.flush()
         if token is None or has_copy:
             whole = tier.whole(state)
-            return Split(tier.whole_buffer, *rows.split(whole), Parts.of(whole))
-        own, rest = rows.split(state)
+            return SaveParts(tier.whole_buffer, *rows.rows_and_rest(whole), Parts.of(whole))
+        own, rest = rows.rows_and_rest(state)
         kept = np.frombuffer(bytes.fromhex(token), np.uint8)
-        return Split(tier.index, own, {**rest, TOKEN: kept}, Parts.of(state))
+        return SaveParts(tier.index, own, {**rest, TOKEN: kept}, Parts.of(state))
 
     def restored(self, example: Any, reading: Reading, sharding: Any) -> Any:
         tier, token = self._tier, reading.token

@@ -14,7 +14,7 @@ from jaxreplay.checkpoint.threads import in_turn
 _WRITERS = 3  # threads: one alone does not keep a disk busy
 
 
-class File(NamedTuple):
+class NewFile(NamedTuple):
     """A file to write."""
 
     name: str
@@ -23,7 +23,7 @@ class File(NamedTuple):
     spare: list[Any] | None = None  # gets the arrays afterwards, whose memory may be used again
 
 
-def written(store: Files, level: int | None, bar: Any, files: Iterable[File]) -> dict[str, Sums]:
+def written(store: Files, level: int | None, bar: Any, files: Iterable[NewFile]) -> dict[str, Sums]:
     """Write files, each of which is made when there is room for it.
 
     Args:
@@ -37,7 +37,7 @@ def written(store: Files, level: int | None, bar: Any, files: Iterable[File]) ->
     """
     sums: dict[str, Sums] = {}
 
-    def write(file: File) -> tuple[File, Sums, int]:
+    def write(file: NewFile) -> tuple[NewFile, Sums, int]:
         own = {key: rows.on_host(leaf) for key, leaf in named(file.arrays)}
         if file.num_rows is not None:
             own = {key: leaf[: file.num_rows] for key, leaf in own.items()}
@@ -45,7 +45,7 @@ def written(store: Files, level: int | None, bar: Any, files: Iterable[File]) ->
         store.write(file.name, content)
         return file, its_sums, sum(leaf.nbytes for leaf in own.values())
 
-    def note(result: tuple[File, Sums, int]) -> None:
+    def note(result: tuple[NewFile, Sums, int]) -> None:
         file, sums[file.name], num_bytes = result
         if file.spare is not None:
             file.spare.append(file.arrays)

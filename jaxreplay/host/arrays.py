@@ -46,7 +46,7 @@ PLAIN = frozenset(
 _USUAL = PLAIN.union(map(np.dtype, ("int64", "uint64", "float64")))
 
 
-def own(where: str, tree: PyTree) -> Any:
+def owned_tree(where: str, tree: PyTree) -> Any:
     """Return a tree with arrays that the caller cannot change, as `owned` does."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: owned(f"{where}: {name_of(path) or 'the leaf'}", leaf), tree
@@ -297,7 +297,7 @@ class Format:
             places = jax.tree.unflatten(structure, range(len(found)))
             order, stored = jax.tree.flatten(self._made(where, *places))
             if stored != self._structure:
-                steps = own(where, self._made(where, *given))
+                steps = owned_tree(where, self._made(where, *given))
                 self.check(where, steps, self.axes_of(steps))
             self._known = structure, order
         return [found[at] for at in order]
@@ -335,7 +335,7 @@ def as_stored(where: str, buffer: Any, step: PyTree) -> Any:
 def example_of(where: str, buffer: Any, given: PyTree, env: int | None = None) -> Any:
     """Return the shapes and dtypes of one env's step, from the first that is added. Integer rewards
     become float32, because later rewards may be fractions."""
-    step, num_axes = own(where, as_stored(where, buffer, given)), int(env is None)
+    step, num_axes = owned_tree(where, as_stored(where, buffer, given)), int(env is None)
     if is_step := buffer.autoreset is not None:
         num_axes = np.ndim(step.terminated) - (buffer.num_agents is not None)
     spec = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[num_axes:], leaf.dtype)

@@ -249,7 +249,7 @@ class Prioritized(Sampler):
         if self.stratified:
             target = (ring.arange(batch_size).astype(jnp.float32) + target) / batch_size
         leaf, mass = tree.find(state.tree, target, low)
-        time, env = ring.split(leaf, layout.num_envs)
+        time, env = ring.divide(leaf, layout.num_envs)
         return Draw(state, layout.row(env, time), _normalized(mass, tree.total(state.tree)))
 
     def probability(

@@ -152,7 +152,7 @@ class Queue(Sampler):
         is_taken = item < taken.sum(dtype=jnp.int32)
         place, nth = split_by(taken, item, sampleable.layout.traits)
         befores = [before for before, _ in levels]
-        env = place if self.max_uses == 1 else ring.split(place, sampleable.layout.num_envs)[1]
+        env = place if self.max_uses == 1 else ring.divide(place, sampleable.layout.num_envs)[1]
         at = jnp.concatenate(befores)[place] + nth * self.period
         row = sampleable.select(env, jnp.where(is_taken, at, 0))
         first = sampleable.first_candidate_number()
@@ -230,9 +230,9 @@ class Queue(Sampler):
           held: uint32[E], number of rows before `end` that are there; earlier ones are lost.
         """
         more = jnp.uint32(self.period - 1)
-        untaken, rest = ring.split(end - cursor + more, self.period)
+        untaken, rest = ring.divide(end - cursor + more, self.period)
         room = held + (more - rest)
-        left = jnp.minimum(untaken, ring.split(room, self.period)[0])
+        left = jnp.minimum(untaken, ring.divide(room, self.period)[0])
         before = room - left * jnp.uint32(self.period)
         return before.astype(jnp.int32), left.astype(jnp.int32), untaken - left
 

@@ -194,7 +194,7 @@ class SumTree(Static):
             .set(mass, unique_indices=True, mode="drop")
         )
         nodes = -(-self.capacity // state.fan_out)
-        first, _ = ring.split(jnp.where(self._is_ready(state), start, 0), state.fan_out)
+        first, _ = ring.divide(jnp.where(self._is_ready(state), start, 0), state.fan_out)
         # Up to three parents of the neighbours may be partly covered: one at either end, and the
         # last one of all if the capacity is no multiple of the fan-out.
         width = min((length - 1) // state.fan_out + 3, nodes)
@@ -351,11 +351,11 @@ class SumTree(Static):
         for (below, first_child, size), (level, start, _) in itertools.pairwise(levels):
             num_parents, first_group = size // fan_out, first_child // fan_out
             if index is not None:
-                index, _ = ring.split(index, fan_out)
+                index, _ = ring.divide(index, fan_out)
                 parents = index
             else:
                 parents = ring.wrap(_not_none(first) + ring.arange(width), num_parents)
-                first, _ = ring.split(_not_none(first), fan_out)
+                first, _ = ring.divide(_not_none(first), fan_out)
                 width = (width - 1) // fan_out + 3
             group: Any = first_group + parents
             if parents.size >= num_parents:  # all of them: a slice is read, without a gather

@@ -504,7 +504,7 @@ class Replay:
           RuntimeError: The replay is closed, or its rows were lost.
         """
         owner = self._owner_of("write", member)
-        values = host_arrays.own("write", values)
+        values = host_arrays.owned_tree("write", values)
         with self._monitor:
             self._check_open()
             owner.check_begun("write")

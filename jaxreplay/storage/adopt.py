@@ -45,7 +45,7 @@ def moved(layout: Layout, state: ReplayState) -> tuple[ReplayState, jax.Array | 
         filled = jnp.minimum(counters.filled, layout.length)
         if is_aligned:
             values["filled"] = jnp.full_like(filled, filled.max())
-            lap, position = ring.split(values["filled"], layout.length)
+            lap, position = ring.divide(values["filled"], layout.length)
         else:
             values["filled"] = filled
             lap, position = ring.moved(
@@ -57,14 +57,14 @@ def moved(layout: Layout, state: ReplayState) -> tuple[ReplayState, jax.Array | 
         is_held = age < filled[:, None]
         source = jnp.where(is_held, before.row(before.envs()[:, None], old), before.capacity)
         source = source.reshape(-1)
-        rows = jax.tree.map(lambda leaf: taken(leaf, source), rows)
+        rows = jax.tree.map(lambda leaf: rows_from(leaf, source), rows)
         if is_aligned:
             flags = jnp.where(source < before.capacity, rows.flags, jnp.uint8(row_flags.NO_STEP))
             rows = rows.replace(flags=flags)
     return _with(layout, state, rows, values), source
 
 
-def taken(values: jax.Array, source: jax.Array, fill: Any = 0) -> jax.Array:
+def rows_from(values: jax.Array, source: jax.Array, fill: Any = 0) -> jax.Array:
     """Return values of rows at new places: [N, ...].
 
     Args:
@@ -105,7 +105,7 @@ def appended(state: ReplayState, other: ReplayState) -> tuple[ReplayState, jax.A
     # of the rows that go to one ring, the newest that fit
     is_kept = other.is_written(ring.arange(its.capacity)) & (nth >= 0)
     is_kept &= at(num_rows, env) - nth <= layout.length
-    place = at(counters.position, env) + ring.split(jnp.maximum(nth, 0), layout.length)[1]
+    place = at(counters.position, env) + ring.divide(jnp.maximum(nth, 0), layout.length)[1]
     row = jnp.where(is_kept, layout.row(env, layout.wrap(place)), layout.capacity)
     plain = stored_arrays.tree_map(stored_arrays.values, other.rows.steps)
     rows = state.rows.replace(
@@ -113,7 +113,7 @@ def appended(state: ReplayState, other: ReplayState) -> tuple[ReplayState, jax.A
             lambda leaf, new: stored_arrays.write(leaf, row, new), state.rows.steps, plain
         )
     )
-    num_laps, position = ring.split(counters.position + num_rows, layout.length)
+    num_laps, position = ring.divide(counters.position + num_rows, layout.length)
     if has_flags:
         ahead = ring.forward(counters.position[:, None], ring.arange(layout.length), layout.length)
         is_new = (ahead < num_rows[:, None]).reshape(-1)
@@ -144,7 +144,7 @@ def _dealt(state: ReplayState, other: ReplayState) -> tuple[jax.Array, jax.Array
     layout, its, row = state.layout, other.layout, ring.arange(other.layout.capacity)
     order = jnp.argsort(state.counters.filled, stable=True).astype(jnp.int32)
     stream, _ = its.split(row)
-    env = at(order, ring.split(stream, layout.num_envs)[1])
+    env = at(order, ring.divide(stream, layout.num_envs)[1])
     filled = other.counters.filled
     num_turns = -(-its.num_envs // layout.num_envs)
     turns = jnp.pad(filled, (0, num_turns * layout.num_envs - its.num_envs))
@@ -160,11 +160,11 @@ def _divided(layout: Layout, other: ReplayState) -> tuple[jax.Array, jax.Array, 
     age = its.length - 1 - ring.arange(its.length)
     is_row = age[:, None] < other.counters.filled
     rank = jnp.cumsum(is_row.reshape(-1), dtype=jnp.int32).reshape(is_row.shape) - 1
-    count, rest = ring.split(rank[-1, -1] + 1, layout.num_envs)
+    count, rest = ring.divide(rank[-1, -1] + 1, layout.num_envs)
     row = ring.arange(its.capacity)
     stream, _ = its.split(row)
     rank = rank[its.length - 1 - other.age(row), stream] - rest
-    nth, env = ring.split(jnp.maximum(rank, 0), layout.num_envs)
+    nth, env = ring.divide(jnp.maximum(rank, 0), layout.num_envs)
     return env, jnp.where(rank < 0, -1, nth), jnp.broadcast_to(count, (layout.num_envs,))
 
 
@@ -245,7 +245,7 @@ def derived(state: ReplayState, before: Layout | None) -> ReplayState:
     is_same = before is not None and _candidates_of(before.window) == _candidates_of(window)
     ends = (closes | is_seam) & row_flags.is_of_episode(flags)
     if layout.has_table:
-        counters = counters.set(ordinal=ring.split(counters.ordinal, length)[1])
+        counters = counters.set(ordinal=ring.divide(counters.ordinal, length)[1])
     num_ends = ends.sum(axis=0, dtype=jnp.int32)
     counters = writes.taken_back(counters, filled, count if is_same else 0, num_ends)
     counters, written = writes.counted(counters, flags, is_written, ends)

@@ -30,7 +30,7 @@ from jaxreplay._util.aliases import Specs
 from jaxreplay._util.names import spec_of, spec_text
 from jaxreplay.storage import array_files
 from jaxreplay.storage.array_files import ArrayFiles
-from jaxreplay.storage.host_rows import RowStore, taken
+from jaxreplay.storage.host_rows import RowStore, copied_rows
 
 _FORMAT = 3
 _MOST_TOKENS = 100  # whose checkpoints can be loaded
@@ -186,7 +186,7 @@ class FileRows(RowStore):
         since, thread = time.perf_counter(), threading.get_ident()
         if rows.size and self._is_cold.get(thread, True):
             self._files.advise(("rows", name), rows.reshape(-1))
-        found = taken(self._files.arrays["rows", name], rows)
+        found = copied_rows(self._files.arrays["rows", name], rows)
         seconds = time.perf_counter() - since
         self._is_cold[thread] = seconds > _SLOW * rows.size + _SLOW_BYTE * found.nbytes
         return found

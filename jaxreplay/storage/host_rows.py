@@ -73,7 +73,7 @@ class RowStore:
         return self.take(name, np.arange(self.capacity))
 
 
-def taken(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
+def copied_rows(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Return a copy of rows of an array; a large one that a CPU backend of JAX reads in place."""
     shape = *rows.shape, *array.shape[1:]
     is_large = math.prod(shape) * array.itemsize >= LARGE
@@ -95,7 +95,7 @@ class HostRows(RowStore):
         self.arrays[name][rows] = values
 
     def take(self, name: str, rows: np.ndarray) -> np.ndarray:
-        return taken(self.arrays[name], rows)
+        return copied_rows(self.arrays[name], rows)
 
     def whole(self, name: str) -> np.ndarray:
         return self.arrays[name]

@@ -14,7 +14,7 @@ from jaxreplay._util.struct import Static
 from jaxreplay.storage import ring, row_flags
 from jaxreplay.storage.platforms import Traits, traits_of
 
-NUM_PARTS = 16  # of a ring: `buffer.write` changes the trace of the part that has the row
+NUM_PARTS = 16  # of a ring: `buffer.write` changes the stamp of the part that has the row
 
 
 class Window(Static):
@@ -99,7 +99,7 @@ class Layout(Static):
       length: Number of rows of each stream.
       autoreset: What the env does when an episode ends, or None if rows are items without an order.
       allow_mask: Some envs may take no step.
-      allow_write: Rows may be overwritten by `write`, which leaves a trace.
+      allow_write: Rows may be overwritten by `write`, which leaves a stamp.
       window: Rows that must be known around a row before it can be sampled.
       platform: "cpu", "gpu" or "tpu": the arrays are laid out for it.
       has_table: The state has an episode table.
@@ -154,7 +154,7 @@ class Layout(Static):
             "num_expired": bool(window.before),
             "ordinal": self.has_table,
             "is_open": self.has_table,
-            **{f"write_trace_{part}": self.allow_write for part in range(NUM_PARTS)},
+            **{f"write_stamp_{part}": self.allow_write for part in range(NUM_PARTS)},
             "num_ignored_writes": self.allow_write,
         }
         return ("position", "filled", "lap", *(name for name, is_kept in others.items() if is_kept))
@@ -196,7 +196,7 @@ class Layout(Static):
         Args:
           row: int32[...], in [0, capacity).
         """
-        return ring.split(row, self.length)
+        return ring.divide(row, self.length)
 
     def wrap(self, position: jax.Array) -> jax.Array:
         """Return positions in [0, length) for positions that left the ring: int32[...].
@@ -212,7 +212,7 @@ class Layout(Static):
         Args:
           position: int32[...], in [0, length).
         """
-        return ring.split(position, -(-self.length // NUM_PARTS))[0]
+        return ring.divide(position, -(-self.length // NUM_PARTS))[0]
 
     def number(self, lap: jax.Array, position: jax.Array) -> jax.Array:
         """Return the number of rows that were written before a row in its stream: uint32[...].

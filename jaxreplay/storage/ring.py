@@ -27,7 +27,7 @@ def arange(length: int) -> jax.Array:
     return jnp.arange(length, dtype=jnp.int32)
 
 
-def split(index: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
+def divide(index: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
     """Divide a non-negative index by `length`. Return the quotient and the remainder: of a row, its
     stream and its position there."""
     quotient = jax.lax.div(index, jnp.asarray(length, index.dtype))
@@ -40,7 +40,7 @@ def moved(
     """Return the lap, uint32[...], and the position, int32[...], of the same number on a ring of
     another length. The number `lap * length + position` may exceed 32 bits."""
     # lap * length = laps * other * length + rest * length, and `rest` is multiplied bit by bit.
-    laps, rest = split(lap, other)
+    laps, rest = divide(lap, other)
     step, step_rest = divmod(length, other)
 
     def plus(carry: tuple[jax.Array, jax.Array], by: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -55,7 +55,7 @@ def moved(
 
     zero = jnp.zeros_like(rest)
     carry = jax.lax.fori_loop(0, 32, double, (zero, zero))
-    quotient, remainder = split(position.astype(jnp.uint32), other)
+    quotient, remainder = divide(position.astype(jnp.uint32), other)
     moved_laps, place = plus((carry[0] + quotient, carry[1]), remainder)
     return moved_laps + laps * jnp.uint32(length), place.astype(jnp.int32)
 

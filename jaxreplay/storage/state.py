@@ -117,7 +117,7 @@ class Counters(Node):
     is_open = _Counter(jnp.bool_)  # the newest row's episode has not ended; None likewise
     # hash of all writes to stored rows of each part of the ring, 0 before the first, and the number
     # of those that were ignored; None without `layout.allow_write`
-    vars().update({f"write_trace_{part}": _Counter(jnp.uint32) for part in range(NUM_PARTS)})
+    vars().update({f"write_stamp_{part}": _Counter(jnp.uint32) for part in range(NUM_PARTS)})
     num_ignored_writes = _Counter(jnp.uint32)
 
     @classmethod
@@ -345,7 +345,7 @@ class ReplayState(Node):
         """
         layout, filled = self.layout, self.filled
         if layout.lockstep:  # all streams hold the same number of rows: no search for the stream
-            age, env = ring.split(
+            age, env = ring.divide(
                 random.below(high, low, filled * layout.num_envs), layout.num_envs
             )
         else:

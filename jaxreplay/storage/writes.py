@@ -240,8 +240,8 @@ def skipped(
     # before the block.
     latest_start = jax.lax.cummax(jnp.where(starts, before, -1), axis=0)
     since = jnp.where(latest_start >= 0, before - latest_start, before + phase)
-    _, place = ring.split(since, window.period)
-    _, phase = ring.split((since + is_transition)[-1], window.period)
+    _, place = ring.divide(since, window.period)
+    _, phase = ring.divide((since + is_transition)[-1], window.period)
     return phase, jnp.where(is_transition & (place != 0), flags | row_flags.SKIPPED, flags)
 
 
@@ -296,8 +296,8 @@ def overwrite(state: ReplayState, index: Index, values: dict[str, jax.Array]) ->
     env, position = layout.split(row)
     part = jnp.where(is_written, layout.part(position), NUM_PARTS)
     noted = jnp.zeros((NUM_PARTS + 1, layout.num_envs), jnp.uint32)
-    noted = noted.at[part, env].add(jnp.where(is_written, trace_of(row, values), 1))
-    counters = traced(state.counters, noted[:NUM_PARTS], noted[NUM_PARTS])
+    noted = noted.at[part, env].add(jnp.where(is_written, stamp_of(row, values), 1))
+    counters = stamped(state.counters, noted[:NUM_PARTS], noted[NUM_PARTS])
     return state.replace(rows=rows, counters=counters)
 
 
@@ -314,7 +314,7 @@ def written_again(state: ReplayState, index: Index) -> jax.Array:
     return jnp.where(is_written, row, state.layout.capacity)
 
 
-def trace_of(row: jax.Array, values: dict[str, jax.Array]) -> jax.Array:
+def stamp_of(row: jax.Array, values: dict[str, jax.Array]) -> jax.Array:
     """Return a hash of each row, its new values and its place in the batch, since of equal rows the
     last one stays: uint32[B], at least 1.
 
@@ -323,12 +323,12 @@ def trace_of(row: jax.Array, values: dict[str, jax.Array]) -> jax.Array:
       values: New values of leaves, [B, ...], by the name of the leaf.
     """
     place = lambda size: random.avalanche(ring.arange(size).astype(jnp.uint32) + 1)
-    trace = random.avalanche(row.astype(jnp.uint32) + place(len(row)))
+    stamp = random.avalanche(row.astype(jnp.uint32) + place(len(row)))
     for name, leaf in values.items():
         words = _words(leaf)
         content = random.avalanche(words + place(words.shape[1])).sum(axis=1, dtype=jnp.uint32)
-        trace = random.avalanche((trace ^ content) + jnp.uint32(zlib.crc32(name.encode())))
-    return jnp.maximum(trace, 1)
+        stamp = random.avalanche((stamp ^ content) + jnp.uint32(zlib.crc32(name.encode())))
+    return jnp.maximum(stamp, 1)
 
 
 def _words(leaf: jax.Array) -> jax.Array:
@@ -342,28 +342,28 @@ def _words(leaf: jax.Array) -> jax.Array:
     return words.reshape(len(words), math.prod(words.shape[1:]))
 
 
-def traced(counters: Counters, traces: jax.Array, num_ignored: Any = 0) -> Counters:
-    """Add writes to the counters: to the trace of each part of the rings that they change, which is
+def stamped(counters: Counters, stamps: jax.Array, num_ignored: Any = 0) -> Counters:
+    """Add writes to the counters: to the stamp of each part of the rings that they change, which is
     a hash of all its writes in their order.
 
     Args:
       counters: The counters.
-      traces: uint32[NUM_PARTS, E] or uint32[NUM_PARTS, 1], the sum of the traces of each part's
+      stamps: uint32[NUM_PARTS, E] or uint32[NUM_PARTS, 1], the sum of the stamps of each part's
         rows; 0 for no write.
       num_ignored: uint32[E], number of rows that were ignored. Default: 0.
     """
-    after = lambda old, trace: jnp.where(trace > 0, random.avalanche(old + trace), old)
+    after = lambda old, stamp: jnp.where(stamp > 0, random.avalanche(old + stamp), old)
     names, stored = counters.layout.counter_names, counters.stored
-    first, ignored = names.index("write_trace_0"), names.index("num_ignored_writes")
+    first, ignored = names.index("write_stamp_0"), names.index("num_ignored_writes")
     if isinstance(stored, tuple):
         new = [*stored]
         for part in range(NUM_PARTS):
-            new[first + part] = after(stored[first + part], traces[part])
+            new[first + part] = after(stored[first + part], stamps[part])
         new[ignored] += num_ignored
         return counters.replace(stored=tuple(new))
     # All at once: 17 counters one by one took 15 us.
     parts = slice(first, first + NUM_PARTS)
-    new = stored.at[parts].set(after(stored[parts], traces)).at[ignored].add(num_ignored)
+    new = stored.at[parts].set(after(stored[parts], stamps)).at[ignored].add(num_ignored)
     return counters.replace(stored=new)
 
 

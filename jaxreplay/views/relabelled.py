@@ -40,11 +40,11 @@ class Relabelled(WrappedView[Any]):
             )
 
     def read(self, reader: RowReader) -> Any:
-        return self.inner.read(_Relabelled.around(reader, reward_fn=self.reward_fn))
+        return self.inner.read(_WithReward.around(reader, reward_fn=self.reward_fn))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Relabelled(WrappedReader):
+class _WithReward(WrappedReader):
     reward_fn: Any = None
 
     def read(self, name: str, offset: ArrayLike) -> PyTree:

@@ -69,7 +69,7 @@ def test_a_restored_state_goes_on_to_the_last_bit(case, tmp_path):
     for number, state in enumerate(states):
         restored = checkpointer.restore(case.example(), number)
         assert jax.tree.structure(restored) == jax.tree.structure(state)
-        assert bits(rows.split(restored)[1]) == bits(rows.split(state)[1])
+        assert bits(rows.rows_and_rest(restored)[1]) == bits(rows.rows_and_rest(state)[1])
         for _ in range(20 if SOAK else 1):
             (restored, got), (state, wanted) = run(restored), run(state)
             assert bits(got) == bits(wanted)
@@ -147,7 +147,7 @@ def test_a_save_writes_what_is_new_and_forgets_what_is_old(tmp_path):
         check_restored(checkpointer, end, end)
 
 
-def test_each_write_leaves_a_trace_of_its_own():
+def test_each_write_leaves_a_stamp_of_its_own():
     """A save finds writes by it: of other values, some of which would be equal after a rounding; to
     another leaf; to swapped rows or elements; to another row; in another order, also of one call;
     and by `map_rows`. It is left in the row's part of the ring alone."""
@@ -157,22 +157,22 @@ def test_each_write_leaves_a_trace_of_its_own():
     blank = jax.tree.map(lambda leaf: np.zeros((19, 1, *leaf.shape), leaf.dtype), example)
     blank |= {"n": np.arange(19, dtype=np.int32)[:, None]}
 
-    def traces(change):
+    def stamps(change):
         counters = change(buffer.extend(buffer.init(example), blank)).counters
-        return jnp.stack([getattr(counters, f"write_trace_{at}") for at in range(NUM_PARTS)])
+        return jnp.stack([getattr(counters, f"write_stamp_{at}") for at in range(NUM_PARTS)])
 
     @jax.jit
     @jax.vmap
     def written(rows, values):
         index = jr.types.Index(rows, jnp.zeros_like(rows, jnp.uint32))
         once = lambda state, given: (buffer.write(state, *given), None)
-        return traces(lambda state: jax.lax.scan(once, state, (index, values))[0])
+        return stamps(lambda state: jax.lax.scan(once, state, (index, values))[0])
 
     @jax.jit
     @jax.vmap
     def mapped(limit):
         larger = lambda item: {"x": jnp.where(item["n"] < limit, 1, item["x"])}
-        return traces(lambda state: buffer.map_rows(state, larger))
+        return stamps(lambda state: buffer.map_rows(state, larger))
 
     full = lambda value: np.full((3, *np.shape(value)), value)
     one, two = np.float32([[3, 4, 5], [4, 3, 5]])

@@ -76,7 +76,7 @@ def made_up(num_groups, num_envs, num_saves, length=2**20):
 @pytest.fixture
 def unchecked(monkeypatch):
     """Take manifests whose groups do not have each row once."""
-    monkeypatch.setattr(groups.Groups, "check", lambda *_: None)
+    monkeypatch.setattr(groups.GroupColumns, "check", lambda *_: None)
 
 
 def test_a_manifest_of_many_groups_and_streams_that_step_apart_is_small(unchecked):

@@ -124,7 +124,7 @@ class Prioritised(Trajectories):
 
     def sample(self, state: Any, rng_key: Key) -> PrioritisedTrajectoryBufferSample:
         batch = self.storage.sample(state.replay, rng_key)
-        indices, _ = ring.split(batch.index.row, self.period)
+        indices, _ = ring.divide(batch.index.row, self.period)
         return PrioritisedTrajectoryBufferSample(batch.experience, indices, batch.probability)
 
     def can_sample(self, state: Any) -> jax.Array:
@@ -139,6 +139,6 @@ class Prioritised(Trajectories):
         if self.period == 1:
             return None  # the largest so far
         # The length is a multiple of the period, so that starts keep their positions.
-        _, place = ring.split(state.replay.head + ring.arange(num_steps), self.period)
+        _, place = ring.divide(state.replay.head + ring.arange(num_steps), self.period)
         priority = jnp.where(place == 0, state.replay.sampler.max_priority, 0)
         return jnp.broadcast_to(priority[:, None], (num_steps, self.storage.num_envs))

@@ -146,7 +146,7 @@ class Trajectories(Storage):
         # All streams are equally long, so that each start is computed.
         replay, layout = state.replay, state.replay.layout
         num_later = layout.window.after or 0  # steps of a sequence after the first
-        last, _ = ring.split(jnp.maximum(replay.filled - 1 - num_later, 0), self.period)
+        last, _ = ring.divide(jnp.maximum(replay.filled - 1 - num_later, 0), self.period)
         bounds = jnp.stack([last + 1, jnp.int32(layout.num_envs)])[:, None]
         nth, env = jax.random.randint(rng_key, (2, self.storage.batch_size), 0, bounds, jnp.int32)
         oldest = replay.head - replay.filled
