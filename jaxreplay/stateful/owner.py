@@ -210,6 +210,13 @@ class Owner:
         saved = checkpointer.metadata.get(_METADATA)
         metadata = saved if isinstance(saved, dict) else {}
         ahead = self._ahead_in(metadata.get("ahead"), checkpointer.found_beside, example)
+        sampler = getattr(self.buffer, "sampler", None)
+        if checkpointer.found_beside and not ahead and sampler is not None and sampler.consumes:
+            warnings.warn(
+                "load: the batches that were sampled ahead of the save do not fit this buffer, of "
+                "another capacity, view or batch; their rows were consumed, and are not sampled",
+                stacklevel=3,
+            )
         with defer_interrupts():
             self.put_loaded(state, example)
             if isinstance(num_draws := metadata.get("num_draws"), int):

@@ -242,6 +242,11 @@ def test_a_queue_loses_no_row_that_was_drawn_ahead_of_a_save(rows, tmp_path):
     loaded.load(tmp_path / "replay")
     seen = [loaded.sample().experience.tolist() for _ in range(5)]
     assert seen == [[2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
+    if rows != "files":
+        larger = jr.Replay(jr.items(capacity=16, batch_size=2, sampler=jr.Queue()), rows=rows)
+        with pytest.warns(UserWarning, match="sampled ahead of the save do not fit this buffer"):
+            larger.load(tmp_path / "replay")
+        assert larger.sample().experience.tolist() == [6, 7]
 
 
 def check_wakes(replay, act, text):
