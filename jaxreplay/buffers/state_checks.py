@@ -23,20 +23,15 @@ from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.state import ReplayState
 
 
-def check_donated(where: str, buffer: Any, state: Any) -> Any:
-    """Check a state that a method changes, and warn if the call copies a large one."""
-    state = check_state(where, buffer, state)
-    warn_of_copy(buffer, where, state, stacklevel=4)
-    return state
-
-
-def check_state(where: str, buffer: Any, state: Any) -> Any:
+def check_state(where: str, buffer: Any, state: Any, is_changed: bool = False) -> Any:
     """Return the state with JAX arrays in place of NumPy arrays.
 
     Args:
       where: Name of the method, for errors.
       buffer: A `ReplayBuffer`.
       state: Its leaves are arrays, tracers or `jax.ShapeDtypeStruct`s.
+      is_changed: Whether the method changes it: it warns if the call copies a large one.
+        Default: False.
 
     Raises:
       ValueError: The state is not of this buffer. The error names each leaf, or each part of the
@@ -55,7 +50,10 @@ def check_state(where: str, buffer: Any, state: Any) -> Any:
         tuple((jax.numpy.shape(leaf), jax.numpy.result_type(leaf)) for leaf in found),
     ):
         raise ValueError(f"{where}: this state is not of this buffer: {problem}")
-    return as_arrays(state)
+    state = as_arrays(state)
+    if is_changed:
+        warn_of_copy(buffer, where, state, stacklevel=4)
+    return state
 
 
 @functools.lru_cache(maxsize=1024)

@@ -63,12 +63,9 @@ class Uniform(Sampler):
         # By candidate number: where most rows are none, and on unknown platforms.
         high, low = random.words(key, batch_size)
         is_rare = sampleable.is_narrowed or window.period > _MOST_TRIES
-
-        def selected(high, low):
-            return sampleable.select(
-                *split_by(sampleable_rows, random.below(high, low, total), traits)
-            )
-
+        selected = lambda high, low: sampleable.select(
+            *split_by(sampleable_rows, random.below(high, low, total), traits)
+        )
         if not traits.has_branches or is_rare:
             return Draw(state, selected(high, low), probability)
         # By trying, then by candidate number: a TPU.
@@ -91,15 +88,10 @@ class Uniform(Sampler):
             row = jnp.where(is_drawn, row, selected(*others))
             return tries + 1, row, jnp.ones_like(is_drawn)
 
-        def is_short(carry):
-            return (total > 0) & ~jnp.all(carry[2])
-
-        def complete(carry):
-            carry = jax.lax.while_loop(
-                lambda carry: is_short(carry) & (carry[0] < _MAX_REDRAWS), redraw, carry
-            )
-            return jax.lax.while_loop(is_short, select, carry)
-
+        is_short = lambda carry: (total > 0) & ~jnp.all(carry[2])
+        may_redraw = lambda carry: is_short(carry) & (carry[0] < _MAX_REDRAWS)
+        redrawn = lambda carry: jax.lax.while_loop(may_redraw, redraw, carry)
+        complete = lambda carry: jax.lax.while_loop(is_short, select, redrawn(carry))
         # Two tries at once, so that few batches enter the loop. They share one read: two reads took
         # 1 to 2 us more.
         carry = jnp.uint32(1), *_first_drawn(sampleable, high, low, 2)
