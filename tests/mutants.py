@@ -42,6 +42,11 @@ TESTS = {
     "storage/array_files.py": "buffers/test_tiered_files.py buffers/test_tiered_kills.py",
     "buffers/tiered.py": "buffers/test_tiered.py buffers/test_tiered_files.py "
     "buffers/test_tiered_kills.py stateful/test_rows_of_others.py sb3/test_sb3_rows.py",
+    "buffers/verbs.py": "buffers/test_verbs.py buffers/test_donation.py buffers/test_map_rows.py "
+    "distributed/test_distributed.py",
+    "distributed": "buffers/test_verbs.py distributed/test_distributed.py",
+    "checkpoint/reader.py": "checkpoint/test_opened.py checkpoint/test_checkpoint.py "
+    "inspection/test_inspect.py checkpoint/test_checkpoint_damage.py",
     "stateful/places.py": "buffers/test_tiered.py stateful/test_rows_of_others.py "
     "stateful/test_stateful.py stateful/test_staging.py sb3/test_sb3_rows.py",
     "stateful/owner.py": "stateful/test_staging.py stateful/test_rows_of_others.py "
