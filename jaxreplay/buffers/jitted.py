@@ -47,7 +47,8 @@ def program(
     Args:
       function: Pure function of a buffer, a state, and further arguments.
       changes: Donate `state`, for functions that return a new one. Default: False.
-      static: Names of static arguments, and the places of those that have no name. Default: none.
+      static: Names of static arguments, and places of those that may be given by place.
+        Default: none.
       on_one_core: Divide no operation among the cores of a CPU, for programs that touch little.
         Default: False.
 
@@ -102,7 +103,8 @@ def method(name: str, on_one_core: bool = False) -> Callable[..., Any]:
 
     Args:
       name: Name of the method.
-      on_one_core: As for `program`. An update of priorities always is. Default: False.
+      on_one_core: As for `program`. That of priorities of a `ReplayBuffer` always is.
+        Default: False.
     """
 
     def call(buffer: Any, state: Any, *arguments: Any, **options: Any) -> Any:

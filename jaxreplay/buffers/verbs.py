@@ -1,5 +1,5 @@
-"""The methods that take a state, in one table. Every form of a buffer reads it: jitted, sharded,
-tiered, or kept by a `Replay`."""
+"""The methods of buffers that take a state, in one table. Every form of a buffer reads it: jitted,
+sharded, tiered, or kept by a `Replay`."""
 
 from typing import Literal, NamedTuple
 
@@ -14,7 +14,8 @@ class Verb(NamedTuple):
       reads: Whether it returns values of rows.
       takes_steps: Whether its first argument has the fields of a step.
       counts: The buffer's number of rows in a call, an attribute, if a call touches few.
-      static: Static arguments: their places after the buffer and the state, from 2 on, and names.
+      static: Static arguments by name, and their places if they may be given by place: 2 is that
+        after the buffer and the state.
       is_compiled: Whether `jaxreplay.jit` compiles it.
       of_replay: What a `Replay` has in its place. Default: the same.
     """
@@ -42,12 +43,12 @@ VERBS = {
     "map_rows": Verb("state", static=(2, "block")),
     "size": Verb(of_replay="len(replay)"),
     "can_sample": Verb(),
-    "can_add": Verb(of_replay="replay.buffer.can_add(replay.state)"),
+    "can_add": Verb(static=(2, "num_steps"), of_replay="replay.buffer.can_add(replay.state)"),
     "metrics": Verb(),
     "age": Verb(None, 0),
     "episode_table": Verb(is_compiled=False),
     "clear": Verb("state"),
-    "close": Verb("state"),
+    "close": Verb("state"),  # of `Groups`
     "end_streams": Verb("state", 0),
     "drop": Verb("state", 0),
     "merge": Verb("state", 0),

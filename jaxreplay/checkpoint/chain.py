@@ -92,7 +92,7 @@ class Chain:
                 _, _, before = known.get(f"manifests/{name}", (0, b"", None))
                 try:
                     manifest = before if found and before else self._manifest(f"manifests/{name}")
-                    if manifest is not before:
+                    if manifest is not before:  # others may be new, too
                         known = {}
                     found.setdefault(manifest.step, manifest)
                 except CorruptCheckpointError as error:
@@ -100,14 +100,14 @@ class Chain:
                     # again. (A name may also be listed without a file, such as a broken link.)
                     is_gone |= isinstance(error, MissingError)
                     problems.append(str(error))
-            before, tries = names, tries + 1
-            if not is_gone or tries == _TRIES or (names := self._manifests()) == before:
+            listed, tries = names, tries + 1
+            if not is_gone or tries == _TRIES or (names := self._manifests()) == listed:
                 self._known = {
                     name: one
                     for name, one in self._known.items()
-                    if name.removeprefix("manifests/") in before
+                    if name.removeprefix("manifests/") in listed
                 }
-                self._newest_read = _newest(before)
+                self._newest_read = _newest(listed)
                 if self._newest_read < self.seen:
                     problems.append(f"{manifest_name(self.seen)}, written or read here, is gone")
                 self._found = list(found.values())

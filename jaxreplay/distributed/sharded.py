@@ -37,7 +37,7 @@ else:
 
 
 # arguments that are no arrays
-_STATIC = frozenset(("self", "batch_size", "function", "block", "num_steps"))
+_STATIC = frozenset(("self", "function")).union(*(verb.static for verb in VERBS.values()))
 
 
 class Sharded(_Base[T]):

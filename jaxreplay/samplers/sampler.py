@@ -168,7 +168,7 @@ class Sampler(Static):
     ) -> PyTree:
         """Return the state after a write.
 
-        `add` calls it once, `extend` once for each block of steps that it writes.
+        `add` calls it once, as does `end_streams`, and `extend` once for each block that it writes.
 
         Args:
           state: The sampler's state.
@@ -197,8 +197,9 @@ class Sampler(Static):
 
         Returns:
           Arrays by name: [N] with a number of each row, env * length + position, which go where the
-          rows go; others stay as they are. A row without a number has NaN or, in integers, -1. By
-          default the leaves of the state.
+          rows go; others stay as they are, but a merge keeps the larger of two floating scalars. A
+          row without a number has NaN or, in signed integers, -1, else 0. By default the leaves of
+          the state.
         """
         del sampleable
         return dict(named(state))

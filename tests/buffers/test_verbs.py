@@ -231,3 +231,18 @@ def test_a_jitted_mixture_and_rollout_are_taken(tmp_path):
     rollout = jr.rollout(length=4, num_envs=2, autoreset="next_step")
     for one in (mixture, rollout):
         assert saved(tmp_path, jr.jit(one)) == saved(tmp_path, one)
+
+
+class OfNumbers(jr.Queue):
+    """A queue that looks at the number of rows, as a program may not."""
+
+    def can_add(self, state, sampleable, num_rows):
+        assert num_rows in (2, 3)
+        return super().can_add(state, sampleable, num_rows)
+
+
+def test_a_number_of_steps_is_known_while_a_program_is_traced():
+    buffer = jr.jit(jr.items(capacity=4, batch_size=2, sampler=OfNumbers()))
+    state = buffer.init(np.float32(0))
+    assert buffer.can_add(state, 2)
+    assert buffer.can_add(state, num_steps=3)

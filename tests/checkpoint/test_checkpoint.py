@@ -21,7 +21,7 @@ import jaxreplay as jr
 from jaxreplay import checkpoint
 from jaxreplay.checkpoint import Checkpointer, groups, rows
 from jaxreplay.storage.layout import NUM_PARTS
-from jaxreplay.storage.writes import trace_of
+from jaxreplay.storage.writes import stamp_of
 from tests.checkpoint.runs import SUPPORT, check_intact, files_of, groups_of
 from tests.conftest import ALL, SOAK
 from tests.support.buffers import FEW, bits, each, jitted
@@ -199,7 +199,7 @@ def test_each_write_leaves_a_stamp_of_its_own():
     assert len({np.uint32(one).tobytes() for one in found}) == len(branches) + 5
     with jax.enable_x64(True):
         wide = {"x": np.float64([[1], [1 + 2**-40]]), "n": np.int64([[1], [1 + 2**40]])}
-        trace = lambda name, leaf: trace_of(np.zeros(1, np.int32), {name: leaf})
+        trace = lambda name, leaf: stamp_of(np.zeros(1, np.int32), {name: leaf})
         both = jax.vmap(lambda own: [trace(name, leaf) for name, leaf in own.items()])
         assert all(one[0] != one[1] for one in jax.device_get(jax.jit(both)(wide)))
 
