@@ -164,8 +164,7 @@ def test_a_replay_has_a_method_or_names_its_own(name):
 
 def test_an_opened_replay_refuses_what_would_change_rows(tmp_path):
     pytest.importorskip("jaxreplay.checkpoint", reason="an extra is not installed")
-    replay = jr.Replay(BUFFER)
-    replay.add(BLOCK)
+    replay = jr.Replay(BUFFER, state=jr.jit(BUFFER).extend(BUFFER.init(EXAMPLE), BLOCK))
     replay.save(tmp_path)
     opened, state = jr.open(tmp_path, BUFFER), replay.state
     for name in ALL:
@@ -196,7 +195,7 @@ def test_a_jitted_buffer_compiles_map_rows_once_for_each_function():
         num += 1
         return {"reward": step.reward + number}
 
-    state = buffer.add(buffer.init(EXAMPLE), STEP)
+    state = buffer.extend(buffer.init(EXAMPLE), BLOCK)
     for number in np.float32([1, 2]):
         before, state = state, buffer.map_rows(state, add, number, block=16)
         assert before.rows.steps.reward.is_deleted()

@@ -76,16 +76,10 @@ def test_prints_of_a_view_are_kept(capfd):
 
 @pytest.mark.parametrize("place", ["host", "files"])
 def test_large_rows_of_a_batch_are_not_copied_again(place, tmp_path):
-    buffer = jr.uniform(capacity=8, batch_size=8, autoreset="next_step")
+    buffer = jr.items(capacity=8, batch_size=8)
     tier = jr.tiered(buffer, rows="host" if place == "host" else tmp_path / "rows")
-    zero = np.float32(0)
-    step = jr.Step(np.zeros(2**17, np.uint8), zero, zero, terminated=False, truncated=False)
-    state = tier.init(step)
-
-    def block(value):
-        return jax.tree.map(
-            lambda x: np.full((5, 1, *np.shape(x)), value, np.asarray(x).dtype), step
-        )
+    state = tier.init(np.zeros(2**17, np.uint8))
+    block = lambda value: np.full((5, 1, 2**17), value, np.uint8)
 
     gathered = []
 
@@ -93,15 +87,15 @@ def test_large_rows_of_a_batch_are_not_copied_again(place, tmp_path):
         gathered.append(take(name, rows))
         return gathered[-1]
 
-    state = tier.extend(state, block(0).replace(obs=block(7).obs))
+    state = tier.extend(state, block(7))
     take, tier._store.take = tier._store.take, taken
-    obs = tier.sample(state, jax.random.key(0)).experience.obs
+    rows = tier.sample(state, jax.random.key(0)).experience
     if jax.default_backend() == "cpu":
-        assert obs.unsafe_buffer_pointer() in [one.ctypes.data for one in gathered]
+        assert rows.unsafe_buffer_pointer() in [one.ctypes.data for one in gathered]
     plan = tier.draw(state, jax.random.key(0))
-    read = jax.jit(tier.read)(plan, tier.take(plan)).experience.obs
-    state = tier.extend(state, block(0).replace(obs=block(9).obs))
-    for one in (obs, read):
+    read = jax.jit(tier.read)(plan, tier.take(plan)).experience
+    state = tier.extend(state, block(9))
+    for one in (rows, read):
         assert one.shape == (8, 2**17)
         assert np.unique(one).tolist() == [7]
     tier.close()
