@@ -178,20 +178,34 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "rows"),
     [
-        "dataclass",
-        *(pytest.param(kind, marks=pytest.mark.thorough) for kind in [*FUNCTIONS][:-1]),
+        ("dataclass", "jitted"),
+        *(
+            pytest.param(kind, rows, marks=pytest.mark.thorough)
+            for kind in FUNCTIONS
+            for rows in ("device", "host")
+        ),
     ],
 )
-def test_functions_that_differ_only_in_an_array_are_not_mistaken_for_each_other(kind):
+def test_functions_that_differ_only_in_an_array_are_not_mistaken_for_each_other(kind, rows):
+    """Given to `map_rows`, and in a buffer's configuration."""
     items = jr.items(capacity=4, batch_size=2, allow_write=True)
-    for rows in ("device", "host"):
-        for factor in (2.0, 5.0):
-            function = FUNCTIONS[kind](np.full(1, factor, np.float32))
-            buffer = jr.transform(items, function)
-            replay = jr.Replay(buffer, rows=rows, example={"x": np.ones(1, np.float32)})
-            replay.add({"x": np.ones((1, 1), np.float32)})
-            replay.map_rows(function)  # the transform is the other time
-            assert np.unique(replay.sample().experience["x"]) == factor**2
-            assert buffer == jr.transform(items, function)  # the same object: no new compilation
+    one = {"x": np.ones(1, np.float32)}
+    for factor in (2.0, 5.0):
+        function = FUNCTIONS[kind](np.full(1, factor, np.float32))
+        buffer = jr.transform(items, function)
+        if rows == "jitted":
+            plain = jr.jit(items)
+            state = plain.add(plain.init(one), {"x": np.ones((1, 1), np.float32)})
+            state = plain.map_rows(state, function)
+            found = [x.sample(state, jax.random.key(0)) for x in (plain, jr.jit(buffer))]
+        else:
+            found = []
+            for each in (items, buffer):
+                replay = jr.Replay(each, rows=rows, example=one)
+                replay.add({"x": np.ones((1, 1), np.float32)})
+                replay.map_rows(function)
+                found.append(replay.sample())
+        assert [np.unique(x.experience["x"]) for x in found] == [factor, factor**2]
+        assert buffer == jr.transform(items, function)  # the same object: no new compilation

@@ -178,6 +178,7 @@ def test_a_mixture_is_loaded_without_an_example(tmp_path):
     assert_same(loaded.sample(), replay.sample())
 
 
+@pytest.mark.thorough
 def test_the_rows_of_a_mixture_make_room_for_saved_ones(tmp_path, monkeypatch):
     replay = mixed(seed=0)
     for member in ("demos", "online"):

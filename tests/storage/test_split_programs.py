@@ -34,7 +34,7 @@ def with_goals(buffer, scale):
     ("wrapped", "place"),
     [
         (relabelled, "host"),
-        (transformed, "host"),
+        pytest.param(transformed, "host", marks=pytest.mark.thorough),
         (with_goals, "host"),
         pytest.param(relabelled, "files", marks=pytest.mark.thorough),
     ],
@@ -74,7 +74,7 @@ def test_prints_of_a_view_are_kept(capfd):
     assert sorted(capfd.readouterr().out.splitlines()) == ["a key", "large", "x is 3.0"]
 
 
-@pytest.mark.parametrize("place", ["host", "files"])
+@pytest.mark.parametrize("place", ["host", pytest.param("files", marks=pytest.mark.thorough)])
 def test_large_rows_of_a_batch_are_not_copied_again(place, tmp_path):
     buffer = jr.items(capacity=8, batch_size=8)
     tier = jr.tiered(buffer, rows="host" if place == "host" else tmp_path / "rows")
