@@ -102,7 +102,7 @@ def a_larger_buffer_restores_what_it_adopts(case, path):
 
 SAVES = (
     test_checkpoint.test_a_restored_state_goes_on_to_the_last_bit,
-    a_larger_buffer_restores_what_it_adopts,
+    pytest.param(a_larger_buffer_restores_what_it_adopts, marks=pytest.mark.thorough),
 )
 
 

@@ -35,7 +35,7 @@ def with_goals(buffer, scale):
     [
         (relabelled, "host"),
         pytest.param(transformed, "host", marks=pytest.mark.thorough),
-        (with_goals, "host"),
+        pytest.param(with_goals, "host", marks=pytest.mark.thorough),
         pytest.param(relabelled, "files", marks=pytest.mark.thorough),
     ],
 )
