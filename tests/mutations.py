@@ -250,7 +250,7 @@ MUTATIONS = (
     ),
     (
         "an item of a small shard weighs as one of a large shard",
-        "distributed/local.py",
+        "distributed/shard.py",
         "weight=batch.weight * (self.num_shards * share)",
         "weight=batch.weight",
         "distributed/test_distributed.py",

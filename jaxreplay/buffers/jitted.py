@@ -240,9 +240,8 @@ def _method_of(buffer: Any, name: str, verb: Verb) -> Callable[..., Any]:
             few = False
             if count is not None and isinstance(state, ReplayState):
                 most = few_rows(state) if most is None else most
-                size = options.get(
-                    "batch_size", (*arguments, None, None)[1] if verb.reads else None
-                )
+                sizes = options.get("batch_size"), *arguments[1:2]  # by name, or after the key
+                size = sizes[-1] if verb.reads else None
                 few = (size if isinstance(size, int) else getattr(buffer, count)) <= most
             return method(name, few)(buffer, state, *arguments, **options)
         except TypeError:

@@ -77,5 +77,6 @@ def stamped(state: ReplayState, stamp: jax.Array) -> ReplayState:
 
 
 def identified(function: Any) -> Any:
-    """Return a function that equals that of the same object alone, whatever the object says."""
+    """Return a function that equals another one if both are of one object: `==` of objects may
+    leave out an array."""
     return function.__call__ if callable(function) else function

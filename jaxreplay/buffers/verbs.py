@@ -13,7 +13,8 @@ class Verb(NamedTuple):
         gets the whole arrays.
       reads: Whether it returns values of rows.
       takes_steps: Whether its first argument has the fields of a step.
-      counts: The buffer's number of rows in a call, an attribute, if a call touches few.
+      counts: Name of the buffer's attribute with the number of rows of a call; None for a call
+        that may touch many.
       static: Static arguments by name, and their places if they may be given by place: 2 is that
         after the buffer and the state.
       is_compiled: Whether `jaxreplay.jit` compiles it.

@@ -1,4 +1,5 @@
-"""Contents of a checkpoint, for an inspection: read group by group, without the buffer's code."""
+"""Contents of a path's checkpoint: its manifest, the example of its rows, and, for an inspection,
+the rows, which are read group by group without the buffer's code."""
 
 import functools
 import json

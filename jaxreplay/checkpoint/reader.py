@@ -1,4 +1,4 @@
-"""`Reader`: the only code that opens files with rows. Each file's checksum is compared."""
+"""`Reader`: rows of files, whose checksums are compared. `verifying.py` compares these alone."""
 
 import functools
 import threading
@@ -125,7 +125,9 @@ class Reader:
         groups = {name: group_of[rows] for name, rows in wanted.items()}
         numbers = np.unique([number for own in groups.values() for number in np.unique(own)])
         numbers = [int(number) for number in numbers if number >= 0]
-        for number in numbers[:1]:  # has rows of this shape: a forged one could ask for any memory
+        for number in numbers[
+            :1
+        ]:  # before memory is taken, since a forged manifest may ask for any
             self._arrays_of(number)
         leaves = {name: self.leaves[name] for name in wanted}
         found = {

@@ -1,6 +1,6 @@
 """One buffer over the devices of a mesh."""
 
-from jaxreplay.distributed.local import Shard
+from jaxreplay.distributed.shard import Shard
 from jaxreplay.distributed.sharded import Sharded, sharded
 
 __all__ = ["Shard", "Sharded", "sharded"]

@@ -18,7 +18,7 @@ from jaxreplay.buffers import memory, step_checks
 from jaxreplay.buffers.jitted import buffer_of
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.verbs import VERBS
-from jaxreplay.distributed.local import Shard, part_of, shard_of
+from jaxreplay.distributed.shard import Shard, part_of, shard_of
 from jaxreplay.samplers import Sampler
 from jaxreplay.storage import platforms, stored_arrays
 from jaxreplay.storage.state import ReplayState

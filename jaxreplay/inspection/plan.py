@@ -12,7 +12,7 @@ from jaxreplay.buffers.memory import Memory
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.tiered import Tiered
 from jaxreplay.distributed import Sharded
-from jaxreplay.distributed.local import shard_of
+from jaxreplay.distributed.shard import shard_of
 from jaxreplay.storage import platforms
 
 _MOST_ROWS = 2**30

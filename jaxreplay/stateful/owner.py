@@ -25,7 +25,7 @@ from jaxreplay.buffers.state_checks import example_of as step_example
 from jaxreplay.host.arrays import OUTSIDE, Block, Format, example_of, number_of
 from jaxreplay.host.staging import BlockLengths, Staging
 from jaxreplay.inspection.resets import FinalObsWatch, ResetWatch
-from jaxreplay.stateful.places import OnDevice, OnHost, Pending, key_of, sampled
+from jaxreplay.stateful.places import OnDevice, OnHost, Pending, consumes_rows, key_of, sampled
 from jaxreplay.storage.platforms import default_device
 from jaxreplay.types import Sample
 
@@ -210,8 +210,7 @@ class Owner:
         saved = checkpointer.metadata.get(_METADATA)
         metadata = saved if isinstance(saved, dict) else {}
         ahead = self._ahead_in(metadata.get("ahead"), checkpointer.found_beside, example)
-        sampler = getattr(self.buffer, "sampler", None)
-        if checkpointer.found_beside and not ahead and sampler is not None and sampler.consumes:
+        if checkpointer.found_beside and not ahead and consumes_rows(self.buffer):
             warnings.warn(
                 "load: the batches that were sampled ahead of the save do not fit this buffer, of "
                 "another capacity, view or batch; their rows were consumed, and are not sampled",

@@ -192,8 +192,7 @@ class OnHost(OnDevice):
         given = owner.draws.next, options
         if consumes:
             return owner.change(_pop_plan, *given, batch_size=batch_size)
-        is_queue = self.buffer.sampler.consumes
-        what = "pop" if is_queue else "sample"
+        what = "pop" if self.buffer.sampler.consumes else "sample"
         return owner.ask(_sample_plan, *given, what=what, batch_size=batch_size)
 
     def begun(self, batch: Plan) -> Pending:

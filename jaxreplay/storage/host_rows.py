@@ -11,7 +11,8 @@ from jaxreplay._util.aligned import LARGE, aligned_empty, aligned_zeros
 
 
 class RowStore:
-    """Rows of some leaves, by their numbers. A store of your own has `write`, `take` and `close`.
+    """Rows of some leaves, by their numbers. A store of your own implements `write` and `take`; the
+    other methods have defaults.
 
     It is made anew for each empty state, and by each restore, which gives up the store before when
     the new one has all rows. One thread may take rows while another one writes others.
@@ -74,7 +75,7 @@ class RowStore:
 
 
 def copied_rows(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return a copy of rows of an array; a large one that a CPU backend of JAX reads in place."""
+    """Return a copy of rows of an array. A CPU backend of JAX reads a large one in place."""
     shape = *rows.shape, *array.shape[1:]
     is_large = math.prod(shape) * array.itemsize >= LARGE
     out = aligned_empty(shape, array.dtype) if is_large else None

@@ -1,6 +1,7 @@
 """The table of methods: each form of a buffer has them, or says what to do instead."""
 
 import inspect
+import re
 
 import jax
 import numpy as np
@@ -83,13 +84,7 @@ REFUSED = {
     | {name: OUTSIDE for name in ALL if VERBS[name].changes == "state" and name != "pop"}
     | {"sample": OUTSIDE, "adopt": OUTSIDE},
 }
-INSTEAD = {
-    "extend": "replay.add(steps)",
-    "pop": "replay.sample()",
-    "size": "len(replay)",
-    "can_add": "replay.buffer.can_add(replay.state)",
-    "adopt": "Replay(buffer, state=state)",
-}
+INSTEAD = {name: verb.of_replay for name, verb in VERBS.items() if verb.of_replay}
 
 
 def sum_of(*given):
@@ -103,7 +98,7 @@ def saved(path, buffer):
 def sharded(buffer=BUFFER):
     if xla.shard_map is None:
         pytest.skip("this JAX has no jax.shard_map")
-    return jr.sharded(BUFFER, jax.make_mesh((1,), ("data",)))
+    return jr.sharded(buffer, jax.make_mesh((1,), ("data",)))
 
 
 FORMS = {
@@ -158,6 +153,7 @@ def test_a_replay_has_a_method_or_names_its_own(name):
         with pytest.raises(AttributeError) as error:
             getattr(replay, name)
         assert str(error.value) == f"a Replay has no {name}; it has {INSTEAD[name]}"
+        assert {*re.findall(r"replay\.(\w+)", INSTEAD[name])} <= {*dir(replay)}
     else:
         assert callable(getattr(replay, name))
 
