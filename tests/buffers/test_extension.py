@@ -209,3 +209,23 @@ def test_functions_that_differ_only_in_an_array_are_not_mistaken_for_each_other(
                 found.append(replay.sample())
         assert [np.unique(x.experience["x"]) for x in found] == [factor, factor**2]
         assert buffer == jr.transform(items, function)  # the same object: no new compilation
+
+
+class Each(jr.views.View):
+    """A view of an item after each of several functions."""
+
+    functions: tuple[Any, ...]
+    needs_steps = False
+
+    def read(self, reader):
+        return [function(reader.item()) for function in self.functions]
+
+
+def test_functions_in_a_tuple_are_not_mistaken_for_each_other():
+    for factor in (2.0, 5.0):
+        view = Each(functions=(Times(np.full(1, factor, np.float32)),))
+        buffer = jr.jit(jr.ReplayBuffer(capacity=4, batch_size=2, sampler=jr.Uniform(), view=view))
+        state = buffer.add(buffer.init({"x": np.float32(0)}), {"x": np.ones(1, np.float32)})
+        (found,) = buffer.sample(state, jax.random.key(0)).experience
+        assert np.unique(found["x"]) == factor
+        assert view == Each(functions=view.functions)
