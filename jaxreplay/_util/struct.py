@@ -73,7 +73,7 @@ class Static:
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
         dataclasses.dataclass(frozen=True, kw_only=True, repr=False)(cls)
-        cls.__eq__ = _are_equal
+        type.__setattr__(cls, "__eq__", _are_equal)
         of_init = inspect.signature(cls.__init__)  # `help` would show that of `__new__`
         cls.__signature__ = of_init.replace(parameters=[*of_init.parameters.values()][1:])
         jax.tree_util.register_static(cls)
