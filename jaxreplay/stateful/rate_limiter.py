@@ -5,7 +5,7 @@ from typing import Any
 
 
 @dataclasses.dataclass
-class RatioLimiter:
+class RateLimiter:
     """Keep `num_samples` within one batch of `ratio * num_inserts`.
 
     Both are counted from when a batch can be sampled for the first time. At least one side may

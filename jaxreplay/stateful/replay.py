@@ -32,7 +32,7 @@ from jaxreplay.stateful.actor_host import ActorHost
 from jaxreplay.stateful.lock import Monitor
 from jaxreplay.stateful.owner import Draws, MixtureOwner, StateOwner
 from jaxreplay.stateful.places import OnDevice, OnHost, consumes_rows
-from jaxreplay.stateful.rate_limiter import RatioLimiter
+from jaxreplay.stateful.rate_limiter import RateLimiter
 from jaxreplay.storage.episodes import Episodes
 from jaxreplay.storage.state import ReplayState
 from jaxreplay.types import Index, Sample, SampleOptions
@@ -156,7 +156,7 @@ class Replay:
         self._limiter = (
             None
             if samples_per_insert is None
-            else RatioLimiter(samples_per_insert, buffer.batch_size)
+            else RateLimiter(samples_per_insert, buffer.batch_size)
         )
         self._timeout = _WAIT if self._limiter else 0.0
         self._timeout = self._seconds("Replay", timeout)

@@ -122,6 +122,7 @@ def test_the_table_has_the_methods_that_take_a_state():
         if name[0] != "_" and {"state", "states"} & {*inspect.signature(method).parameters}
     }
     assert names == set(VERBS)
+    assert {verb.axis for verb in VERBS.values()} == {None, 0, 1}  # counted from the first
 
 
 @pytest.mark.no_xla

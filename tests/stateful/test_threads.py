@@ -14,7 +14,7 @@ import pytest
 
 import jaxreplay as jr
 from jaxreplay.buffers import memory
-from jaxreplay.stateful.rate_limiter import RatioLimiter
+from jaxreplay.stateful.rate_limiter import RateLimiter
 from tests.conftest import SOAK
 from tests.support.refusals import refused
 from tests.support.replays import (
@@ -108,7 +108,7 @@ def test_nothing_is_torn_and_the_ratio_holds():
 def test_the_limiter_never_stops_both_sides():
     r = np.random.default_rng(0)
     for ratio in (0.01, 0.5, 1.0, 7.3, 300.0):
-        limiter = RatioLimiter(ratio, batch_size=32)
+        limiter = RateLimiter(ratio, batch_size=32)
         for _ in range(2000):
             assert limiter.may_sample() or limiter.may_insert()
             if limiter.may_insert() and (r.random() < 0.5 or not limiter.may_sample()):
