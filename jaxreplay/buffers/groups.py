@@ -11,7 +11,7 @@ from jaxreplay._util.names import has_shapes, named, spec_text
 from jaxreplay._util.serialization import tell_flax
 from jaxreplay._util.struct import Node, Static
 from jaxreplay.buffers import memory, step_checks
-from jaxreplay.buffers.state_checks import as_arrays, check_not_deleted, warn_of_copy
+from jaxreplay.buffers.state_checks import check_state
 from jaxreplay.storage import ring, stored_arrays
 from jaxreplay.views.view import zeroed
 
@@ -124,6 +124,7 @@ class Groups(Static):
     max_uses: int = 1
     strategy: str = "random"
     reward_key: str | None = None
+    _kind = GroupsState  # of its states
 
     def _check(self) -> None:
         for name in ("group_size", "capacity", "batch_size", "max_uses"):
@@ -161,7 +162,7 @@ class Groups(Static):
             )
         if not checks.is_tracing():
             memory.check_fits("init", self.memory(example))
-        return self._init(example)
+        return self._empty(example)
 
     def memory(self, example: PyTree) -> memory.Memory:
         """Return the memory in bytes that `init` will take, leaf by leaf, and allocate nothing.
@@ -169,10 +170,10 @@ class Groups(Static):
         Args:
           example: One completion, as for `init`.
         """
-        shapes = jax.eval_shape(lambda: self._init(checks.specs("memory", example)))
+        shapes = jax.eval_shape(self._empty, checks.specs("memory", example))
         return memory.memory_of(shapes, self.group_size * self.capacity)
 
-    def _init(self, example: PyTree) -> GroupsState:
+    def _empty(self, example: PyTree) -> GroupsState:
         rows = lambda leaf: stored_arrays.zeros(self.group_size * self.capacity, leaf)
         zeros = lambda: jnp.zeros((self.capacity,), jnp.int32)
         return GroupsState(
@@ -205,8 +206,7 @@ class Groups(Static):
         Raises:
           ValueError: An argument does not fit the buffer; the error names the leaf.
         """
-        state = self._check_state("add", state)
-        warn_of_copy(self, "add", state)
+        state = check_state("add", self, state)
         group = jnp.asarray(group)
         is_list = group.ndim == 1 and jnp.issubdtype(group.dtype, jnp.integer)
         if not is_list or jnp.shape(version) not in ((), group.shape):
@@ -295,7 +295,7 @@ class Groups(Static):
           >>> batch.group.tolist(), batch.mask[0].tolist()
           ([1, -1], [True, True, False])
         """
-        state = self._check_state("close", state)
+        state = check_state("close", self, state)
         group = jnp.asarray(group)
         if group.ndim != 1 or not jnp.issubdtype(group.dtype, jnp.integer):
             raise ValueError(f"close: group must be int32[N], got {spec_text(group)}")
@@ -338,7 +338,7 @@ class Groups(Static):
           ValueError: `max_staleness` is given without `version`, or `batch_size` exceeds
             `capacity`.
         """
-        state = self._check_state("pop", state)
+        state = check_state("pop", self, state)
         batch_size = self.batch_size if batch_size is None else batch_size
         checks.check_size("pop", "batch_size", batch_size)
         if batch_size > self.capacity:
@@ -374,7 +374,7 @@ class Groups(Static):
           version: As for `pop`. Default: none.
           max_staleness: As for `pop`. Default: any number.
         """
-        state = self._check_state("size", state)
+        state = check_state("size", self, state)
         return self._is_left("size", state, version, max_staleness).sum(dtype=jnp.int32)
 
     def clear(self, state: GroupsState) -> GroupsState:
@@ -386,7 +386,7 @@ class Groups(Static):
         Returns:
           The new state.
         """
-        state = self._check_state("clear", state)
+        state = check_state("clear", self, state)
         return state.replace(num_uses=jnp.full_like(state.num_uses, self.max_uses))
 
     def _is_left(self, where: str, state: GroupsState, version: Any, staleness: Any) -> jax.Array:
@@ -400,16 +400,7 @@ class Groups(Static):
             raise ValueError(f"{where}: max_staleness needs version=, that of the learner's policy")
         return is_left & (version - state.version <= staleness)
 
-    def _check_state(self, where: str, state: GroupsState) -> GroupsState:
-        if not isinstance(state, GroupsState):
-            raise ValueError(
-                f"{where}: the state must be a GroupsState, as init and add return it, got a "
-                f"{type(state).__name__}"
-            )
-        check_not_deleted(where, state)
-        example = stored_arrays.tree_map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), state.items
-        )
-        expected = jax.eval_shape(lambda: self._init(example))
-        checks.check_leaves(where, state, expected, f"The state is not of this buffer: {self}")
-        return as_arrays(state)
+    def _empty_like(self, state: GroupsState) -> GroupsState:
+        """Return an empty state for the same leaves."""
+        row_of = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+        return self._empty(stored_arrays.tree_map(row_of, state.items))

@@ -17,7 +17,7 @@ from jaxreplay.buffers import memory, step_checks
 from jaxreplay.buffers.adopt import adopted, merged
 from jaxreplay.buffers.drop import dropped
 from jaxreplay.buffers.map_rows import rows_mapped
-from jaxreplay.buffers.state_checks import check_state
+from jaxreplay.buffers.state_checks import check_state, example_of
 from jaxreplay.samplers import Sampler
 from jaxreplay.storage import newest_row, platforms, row_flags, writes
 from jaxreplay.storage.episodes import Episodes
@@ -89,6 +89,7 @@ class ReplayBuffer(Static, Generic[T]):
     track_episodes: bool = False
     num_agents: int | None = None
     platform: str | None = None
+    _kind = ReplayState  # of its states
     takes = ("beta",)
     ranges = (("beta", 0.0, float("inf")),)
 
@@ -219,6 +220,10 @@ class ReplayBuffer(Static, Generic[T]):
         layout = self.layout(platform)
         return ReplayState.empty(layout, example, self.sampler.init(layout))
 
+    def _empty_like(self, state: ReplayState) -> ReplayState:
+        """Return a state without rows for the same leaves."""
+        return self._empty(example_of(state.layout, state.rows.steps), state.layout.platform)
+
     def add(
         self,
         state: ReplayState,
@@ -252,7 +257,7 @@ class ReplayBuffer(Static, Generic[T]):
         Raises:
           ValueError: An argument does not fit the buffer; the error names the leaf.
         """
-        state = check_state("add", self, state, is_changed=True)
+        state = check_state("add", self, state)
         block, envs = self._checked("add", state, step, mask, priority, envs)
         return self._write(state, *jax.tree.map(lambda leaf: leaf[None], block), envs=envs)
 
@@ -283,7 +288,7 @@ class ReplayBuffer(Static, Generic[T]):
         Raises:
           ValueError: An argument does not fit the buffer; the error names the leaf.
         """
-        state = check_state("extend", self, state, is_changed=True)
+        state = check_state("extend", self, state)
         given = mask, priority, envs
         block, envs = self._checked("extend", state, steps, *given, is_block=True)
         time, most = jax.tree.leaves(block)[0].shape[0], self._most_steps
@@ -366,7 +371,6 @@ class ReplayBuffer(Static, Generic[T]):
                 f"pop: {type(self.sampler).__name__} samples with replacement: batch = "
                 "buffer.sample(state, key)"
             )
-        state = check_state("pop", self, state, is_changed=True)
         return self._draw("pop", state, key, batch_size, options)
 
     def _draw(self, where, state, key, batch_size, options) -> tuple[ReplayState, Sample[T]]:
@@ -480,7 +484,7 @@ class ReplayBuffer(Static, Generic[T]):
         Raises:
           ValueError: The sampler has no priorities, or an argument has another type or shape.
         """
-        state = check_state("update_priorities", self, state, is_changed=True)
+        state = check_state("update_priorities", self, state)
         self._need_priorities("update_priorities")
         if not isinstance(index, Index):
             raise step_checks.no_index("update_priorities", index)
@@ -520,7 +524,7 @@ class ReplayBuffer(Static, Generic[T]):
           >>> buffer.get(state, jnp.arange(3)).experience["x"].tolist()
           [7.0, 0.0, 8.0]
         """
-        state = check_state("write", self, state, is_changed=True)
+        state = check_state("write", self, state)
         step_checks.check_writable("write", state)
         if not isinstance(index, Index):
             raise step_checks.no_index("write", index)
@@ -560,7 +564,7 @@ class ReplayBuffer(Static, Generic[T]):
           >>> buffer.get(state, jnp.arange(3)).experience["x"].tolist()
           [10.0, 11.0, 12.0]
         """
-        state = check_state("map_rows", self, state, is_changed=True)
+        state = check_state("map_rows", self, state)
         step_checks.check_writable("map_rows", state)
         checks.check_size("map_rows", "block", block)
         return rows_mapped(self, state, function, arguments, min(block, self.capacity))
@@ -690,7 +694,7 @@ class ReplayBuffer(Static, Generic[T]):
         Raises:
           ValueError: The buffer stores items.
         """
-        state = check_state("end_streams", self, state, is_changed=True)
+        state = check_state("end_streams", self, state)
         if self.autoreset is None:
             raise ValueError("end_streams: items have no episodes, so that nothing goes on")
         mask = jnp.ones(self.num_envs, bool) if mask is None else mask
@@ -714,7 +718,7 @@ class ReplayBuffer(Static, Generic[T]):
         Raises:
           ValueError: The buffer stores items, or `mask` has another type or shape.
         """
-        return dropped(self, check_state("drop", self, state, is_changed=True), mask)
+        return dropped(self, check_state("drop", self, state), mask)
 
     def adopt(self, state: ReplayState) -> ReplayState:
         """Make the state of another buffer this buffer's, with all its rows.
@@ -773,7 +777,7 @@ class ReplayBuffer(Static, Generic[T]):
         Raises:
           ValueError: The states have other leaves; the error names them. Or as for `adopt`.
         """
-        return merged(self, check_state("merge", self, state, is_changed=True), other)[0]
+        return merged(self, check_state("merge", self, state), other)[0]
 
     def episode_table(self, state: ReplayState) -> Episodes:
         """Return look-ups of the episode ends around stored rows.

@@ -15,7 +15,7 @@ from jaxreplay._util.names import has_shapes
 from jaxreplay._util.serialization import tell_flax
 from jaxreplay._util.struct import Node, Static
 from jaxreplay.buffers import memory, step_checks
-from jaxreplay.buffers.state_checks import as_arrays, check_not_deleted, warn_of_copy
+from jaxreplay.buffers.state_checks import check_state
 from jaxreplay.buffers.trajectories import CHUNK_BYTES, check_trajectories, write_trajectories
 from jaxreplay.storage import agents, ring, row_flags, stored_arrays
 from jaxreplay.types import Step
@@ -109,6 +109,7 @@ class Rollout(Static):
     num_envs: int
     autoreset: Autoreset | None = None
     num_agents: int | None = None
+    _kind = RolloutState  # of its states
 
     def _check(self) -> None:
         checks.check_size("Rollout", "length", self.length)
@@ -142,7 +143,7 @@ class Rollout(Static):
         example = self._example("init", example)
         if not checks.is_tracing():  # while tracing, nothing is allocated yet
             memory.check_fits("init", self.memory(example))
-        return self._init(example)
+        return self._empty(example)
 
     def memory(self, example: PyTree) -> memory.Memory:
         """Return the memory in bytes that `init` will take, leaf by leaf, and allocate nothing.
@@ -151,9 +152,7 @@ class Rollout(Static):
           example: One env's step, as for `init`.
         """
         example = self._example("memory", example)
-        return memory.memory_of(
-            jax.eval_shape(lambda: self._init(example)), self.length * self.num_envs
-        )
+        return memory.memory_of(jax.eval_shape(self._empty, example), self.length * self.num_envs)
 
     def add(self, state: RolloutState, step: PyTree) -> RolloutState:
         """Append one step of every env.
@@ -168,8 +167,7 @@ class Rollout(Static):
         Returns:
           The new state.
         """
-        state = self._check_state("add", state)
-        warn_of_copy(self, "add", state, stacklevel=3)
+        state = check_state("add", self, state)
         step = step_checks.step_of("add", step, self.autoreset)
         what = "one step of every env, leaves [num_envs, ...]"
         step_checks.check_block("add", step, state.steps, (self.num_envs,), what, 2)
@@ -187,8 +185,7 @@ class Rollout(Static):
         Returns:
           The new state.
         """
-        state = self._check_state("extend", state)
-        warn_of_copy(self, "extend", state, stacklevel=3)
+        state = check_state("extend", self, state)
         steps = step_checks.step_of("extend", steps, self.autoreset)
         num_steps = (*jnp.shape(steps.terminated), 0)[0]
         what = "a block of steps, leaves [time, num_envs, ...]"
@@ -233,7 +230,7 @@ class Rollout(Static):
                 "steps + number of trajectories, for their final observations"
             )
         checks.check_size("from_trajectories", "chunk_bytes", chunk_bytes)
-        state = self._check_state("from_trajectories", state)
+        state = check_state("from_trajectories", self, state)
         checked = check_trajectories(trajectories, _row_of(state), self.length)
         state = _clear(self, state)
         steps, mask = write_trajectories((state.steps, state.mask), checked, chunk_bytes)
@@ -258,7 +255,7 @@ class Rollout(Static):
         Returns:
           The new state.
         """
-        state = self._check_state("clear", state)
+        state = check_state("clear", self, state)
         last = None if state.last is None else row_flags.after_clear("next_step", state.last)
         return state.replace(
             mask=jnp.zeros_like(state.mask), position=jnp.zeros_like(state.position), last=last
@@ -271,7 +268,7 @@ class Rollout(Static):
           state: The rollout's state.
           num_steps: Number of steps of every env. Default: 1.
         """
-        state = self._check_state("can_add", state)
+        state = check_state("can_add", self, state)
         return state.position + num_steps <= self.length
 
     def steps(self, state: RolloutState) -> Step:
@@ -282,7 +279,7 @@ class Rollout(Static):
         Args:
           state: The rollout's state.
         """
-        state = self._check_state("steps", state)
+        state = check_state("steps", self, state)
         return stored_arrays.tree_map(stored_arrays.values, state.steps)
 
     def bootstrap(
@@ -309,7 +306,7 @@ class Rollout(Static):
           ValueError: An array has another shape, `value` is not floating, or `final_value` is
             missing with "same_step" or given with "next_step".
         """
-        state = self._check_state("bootstrap", state)
+        state = check_state("bootstrap", self, state)
         if self.autoreset == "next_step" and final_value is not None:
             raise ValueError(
                 'bootstrap: with autoreset="next_step" final observations are rows like any '
@@ -494,7 +491,7 @@ class Rollout(Static):
         step_checks.check_flags(where, example, self.num_agents)
         return checks.specs(where, example)
 
-    def _init(self, example: Step) -> RolloutState:
+    def _empty(self, example: Step) -> RolloutState:
         rows = lambda leaf: stored_arrays.zeros(
             self.length, jax.ShapeDtypeStruct((self.num_envs, *leaf.shape), leaf.dtype)
         )
@@ -510,18 +507,9 @@ class Rollout(Static):
             has_ended=None if self.num_agents is None else jnp.zeros(per_env, bool),
         )
 
-    def _check_state(self, where: str, state: RolloutState) -> RolloutState:
-        """Return the state with JAX arrays in place of NumPy arrays, or raise a ValueError if it is
-        not of this rollout."""
-        if not isinstance(state, RolloutState):
-            raise ValueError(
-                f"{where}: the state must be a RolloutState, as init and add return it, got a "
-                f"{type(state).__name__}"
-            )
-        check_not_deleted(where, state)
-        hint = f"The state is not of this rollout: {self}"
-        checks.check_leaves(where, state, jax.eval_shape(self._init, _row_of(state)), hint)
-        return as_arrays(state)
+    def _empty_like(self, state: RolloutState) -> RolloutState:
+        """Return an empty state for the same leaves."""
+        return self._empty(_row_of(state))
 
     def _write(self, state: RolloutState, steps: Step) -> RolloutState:
         """Write checked steps, leaves [K, E, ...]."""

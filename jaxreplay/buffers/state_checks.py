@@ -18,28 +18,28 @@ from jax.core import Tracer
 from jaxreplay._util.aliases import PyTree, Specs
 from jaxreplay._util.checks import check_leaves
 from jaxreplay._util.names import kind_of
+from jaxreplay.buffers.verbs import VERBS
 from jaxreplay.storage import stored_arrays
 from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.state import ReplayState
 
 
-def check_state(where: str, buffer: Any, state: Any, is_changed: bool = False) -> Any:
-    """Return the state with JAX arrays in place of NumPy arrays.
+def check_state(where: str, buffer: Any, state: Any) -> Any:
+    """Return the state with JAX arrays in place of NumPy arrays. If the method copies the buffer,
+    as it does where nothing is donated, warn of it.
 
     Args:
       where: Name of the method, for errors.
-      buffer: A `ReplayBuffer`.
+      buffer: A buffer with a class of states, such as a `ReplayBuffer`.
       state: Its leaves are arrays, tracers or `jax.ShapeDtypeStruct`s.
-      is_changed: Whether the method changes it: it warns if the call copies a large one.
-        Default: False.
 
     Raises:
       ValueError: The state is not of this buffer. The error names each leaf, or each part of the
         configuration, that differs.
     """
-    if not isinstance(state, ReplayState):
+    if not isinstance(state, buffer._kind):
         raise ValueError(
-            f"{where}: the state must be a ReplayState, as init and add return it, "
+            f"{where}: the state must be a {buffer._kind.__name__}, as init and add return it, "
             f"got {kind_of(state)}; the state comes first"
         )
     found, structure = jax.tree.flatten(state)
@@ -50,16 +50,29 @@ def check_state(where: str, buffer: Any, state: Any, is_changed: bool = False) -
         tuple((jax.numpy.shape(leaf), jax.numpy.result_type(leaf)) for leaf in found),
     ):
         raise ValueError(f"{where}: this state is not of this buffer: {problem}")
-    state = as_arrays(state)
-    if is_changed:
-        warn_of_copy(buffer, where, state, stacklevel=4)
-    return state
+    if where in _COPYING:
+        _warn_of_copy(where, buffer, found)
+    return as_arrays(state)
 
 
 @functools.lru_cache(maxsize=1024)
 def _problem(buffer: Any, structure: Any, specs: tuple[Any, ...]) -> str:
     """Return what is wrong with a state, or "". Cached: all states with these shapes are alike."""
     state = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*spec) for spec in specs])
+    if isinstance(state, ReplayState) and (problem := _problem_of_rows(buffer, state)):
+        return problem
+    expected = jax.eval_shape(buffer._empty_like, state)
+    try:
+        check_leaves(
+            "", state, expected, "A restored state needs a buffer with the same configuration."
+        )
+    except ValueError as error:
+        return str(error).lstrip(":\n ")
+    return ""
+
+
+def _problem_of_rows(buffer: Any, state: ReplayState) -> str:
+    """Return in what the configurations of a buffer and a state differ, or ""."""
     layout = state.layout
     if layout != (expected := buffer.layout(buffer.platform or layout.platform)):
         return "\n  ".join(
@@ -73,16 +86,6 @@ def _problem(buffer: Any, structure: Any, specs: tuple[Any, ...]) -> str:
             " and ".join("none" if not shape else f"{shape[0]:,}" for shape in sorted(rows)) or "no"
         )
         return f"its stored steps have {got} rows, but the buffer has capacity={buffer.capacity}"
-    expected = jax.eval_shape(
-        functools.partial(buffer._empty, platform=layout.platform),
-        example_of(layout, state.rows.steps),
-    )
-    try:
-        check_leaves(
-            "", state, expected, "A restored state needs a buffer with the same configuration."
-        )
-    except ValueError as error:
-        return str(error).lstrip(":\n ")
     return ""
 
 
@@ -125,6 +128,7 @@ def _differences(got: Any, expected: Specs) -> list[str]:
 
 
 _LARGE_BYTES = 2**24
+_COPYING = {name for name, verb in VERBS.items() if verb.changes and not verb.copies_little}
 _warned: set[tuple[Any, str]] = set()
 
 
@@ -136,30 +140,23 @@ class CopyWarning(UserWarning):
     """
 
 
-def warn_of_copy(buffer: Any, method: str, state: Any, stacklevel: int = 3) -> None:
+def _warn_of_copy(where: str, buffer: Any, leaves: list[Any]) -> None:
     """Warn if a large state is changed outside of `jit`, where nothing is donated.
 
-    It warns once for each buffer and method.
-
-    Args:
-      buffer: The buffer.
-      method: Name of its method.
-      state: The state, with arrays or tracers.
-      stacklevel: Number of stack frames up to the user's call, which the warning names. Default: 3.
+    It warns once for each buffer and method. The warning names the call of the method.
     """
-    leaves = jax.tree.leaves(state)
-    if any(isinstance(leaf, Tracer) for leaf in leaves) or (buffer, method) in _warned:
+    if any(isinstance(leaf, Tracer) for leaf in leaves) or (buffer, where) in _warned:
         return
     num_bytes = sum(leaf.nbytes for leaf in leaves)
     if num_bytes >= _LARGE_BYTES:
-        _warned.add((buffer, method))
+        _warned.add((buffer, where))
         warnings.warn(
-            f"{method} was called outside of jit: it copies the whole buffer "
+            f"{where} was called outside of jit: it copies the whole buffer "
             f"({num_bytes / 2**20:,.0f} MiB) on every call. "
-            f"Use {method} = jax.jit(buffer.{method}, donate_argnums=0), or "
-            f"jaxreplay.jit(buffer).{method}, once before the loop.",
+            f"Use {where} = jax.jit(buffer.{where}, donate_argnums=0), or "
+            f"jaxreplay.jit(buffer).{where}, once before the loop.",
             CopyWarning,
-            stacklevel=stacklevel,
+            stacklevel=4,
         )
 
 

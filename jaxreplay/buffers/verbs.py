@@ -18,6 +18,8 @@ class Verb(NamedTuple):
       static: Static arguments by name, and their places if they may be given by place: 2 is that
         after the buffer and the state.
       is_compiled: Whether `jaxreplay.jit` compiles it.
+      copies_little: Whether the new state has the large arrays of the old one, so that little is
+        copied where nothing is donated. Other methods that change a state warn of a copy.
       of_replay: What a `Replay` has in its place. Default: the same.
     """
 
@@ -28,6 +30,7 @@ class Verb(NamedTuple):
     counts: str | None = None
     static: tuple[int | str, ...] = ()
     is_compiled: bool = True
+    copies_little: bool = False
     of_replay: str | None = None
 
 
@@ -37,7 +40,7 @@ VERBS = {
     "add": Verb("state", 0, takes_steps=True, counts="num_envs"),
     "extend": Verb("state", 1, takes_steps=True, of_replay="replay.add(steps)"),
     "sample": Verb(None, 0, **_BATCH),
-    "pop": Verb("state", 0, **_BATCH, of_replay="replay.sample()"),
+    "pop": Verb("state", 0, **_BATCH, copies_little=True, of_replay="replay.sample()"),
     "get": Verb(None, 0, reads=True),
     "update_priorities": Verb("sampler", 0),
     "write": Verb("state", 0),
@@ -48,8 +51,8 @@ VERBS = {
     "metrics": Verb(),
     "age": Verb(None, 0),
     "episode_table": Verb(is_compiled=False),
-    "clear": Verb("state"),
-    "close": Verb("state"),  # of `Groups`
+    "clear": Verb("state", copies_little=True),
+    "close": Verb("state", copies_little=True),  # of `Groups`
     "end_streams": Verb("state", 0),
     "drop": Verb("state", 0),
     "merge": Verb("state", 0),

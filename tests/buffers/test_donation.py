@@ -67,6 +67,14 @@ def test_a_small_state_a_jitted_one_and_a_sample_do_not_warn():
     jax.jit(large.add, donate_argnums=0)(state, item)
 
 
+def test_a_pop_and_a_clear_copy_no_rows_and_do_not_warn():
+    queue = jr.items(capacity=1 << 22, batch_size=2, sampler=jr.Queue())
+    state = queue.init(np.float32(0))
+    with pytest.raises(ValueError, match="batch_size must be"):
+        queue.pop(state, jax.random.key(0), 0)
+    assert queue.clear(state).rows.steps is state.rows.steps
+
+
 def test_an_env_that_reuses_its_array_corrupts_nothing():
     """JAX may read an unaligned NumPy argument of 100 KiB or more after the call has returned."""
     size = 40_000

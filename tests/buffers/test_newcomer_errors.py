@@ -439,11 +439,12 @@ USING = {
     "uniform.sample(with_rows(uniform_state, steps=nth(uniform_state.rows.steps, HALF)), key)": """
         its stored steps have 4 rows, but the buffer has capacity=8""",
     "rollout_of('next_step').steps(longer_state)": """
+        this state is not of this buffer
         action: got float32[8, 2], expected float32[6, 2]
-        not of this rollout""",
-    "rollout.clear(longer_state)": "not of this rollout",
-    "rollout.add(longer_state, STEP)": "not of this rollout",
-    "rollout.extend(longer_state, BLOCK)": "not of this rollout",
+        A restored state needs a buffer with the same configuration""",
+    "rollout.clear(longer_state)": "this state is not of this buffer",
+    "rollout.add(longer_state, STEP)": "this state is not of this buffer",
+    "rollout.extend(longer_state, BLOCK)": "this state is not of this buffer",
     "keeping.add(rollout_state, WITH_FINALS)": "last: unexpected",
     # Rows of other buffers.
     "late.adopt(uniform_state)": """
