@@ -12,6 +12,7 @@ from jaxreplay._util.serialization import tell_flax
 from jaxreplay._util.struct import Node, Static
 from jaxreplay.buffers import memory, step_checks
 from jaxreplay.buffers.state_checks import check_state
+from jaxreplay.samplers.sampler import plus
 from jaxreplay.storage import ring, stored_arrays
 from jaxreplay.views.view import zeroed
 
@@ -261,7 +262,7 @@ class Groups(Static):
             num_uses=jnp.where(is_new, zero, state.num_uses),
             version=oldest,
             variance=variance,
-            num_late=state.num_late + jnp.minimum(num_late, _LARGEST - state.num_late),
+            num_late=plus(state.num_late, num_late),
         )
 
     def close(self, state: GroupsState, group: Any, min_items: Any = None) -> GroupsState:

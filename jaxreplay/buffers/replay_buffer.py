@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxreplay import autoreset
 from jaxreplay._util import checks, random
 from jaxreplay._util.aliases import Autoreset, Key, PyTree
+from jaxreplay._util.names import kind_of
 from jaxreplay._util.serialization import tell_flax
 from jaxreplay._util.struct import Static
 from jaxreplay.buffers import memory, step_checks
@@ -486,8 +487,7 @@ class ReplayBuffer(Static, Generic[T]):
         """
         state = check_state("update_priorities", self, state)
         self._need_priorities("update_priorities")
-        if not isinstance(index, Index):
-            raise step_checks.no_index("update_priorities", index)
+        index = self._index("update_priorities", index)
         priority = step_checks.as_priority("update_priorities", priority, jnp.shape(index.row))
         flat = jax.tree.map(lambda leaf: jnp.asarray(leaf).reshape(-1), (index, priority))
         sampler = self.sampler.update(state.sampler, Sampleable.of(state), *flat)
@@ -526,8 +526,7 @@ class ReplayBuffer(Static, Generic[T]):
         """
         state = check_state("write", self, state)
         step_checks.check_writable("write", state)
-        if not isinstance(index, Index):
-            raise step_checks.no_index("write", index)
+        index = self._index("write", index)
         given = step_checks.as_values("write", state, values, jnp.shape(index.row))
         flat = jax.tree.map(lambda leaf: jnp.asarray(leaf).reshape(-1), index)
         return writes.overwrite(state, flat, given)
@@ -662,7 +661,7 @@ class ReplayBuffer(Static, Generic[T]):
           int32[B], 0 for the newest row.
         """
         state = check_state("age", self, state)
-        return state.age(index.row)
+        return state.age(self._index("age", index).row)
 
     def clear(self, state: ReplayState) -> ReplayState:
         """Remove all rows. No index of an earlier sample is valid afterwards.
@@ -827,6 +826,15 @@ class ReplayBuffer(Static, Generic[T]):
             after = after.replace(counters=of_all.put(counters))
         return after.replace(sampler=self.sampler.observe(state.sampler, effect, priority))
 
+    def _index(self, where: str, index: Any) -> Index:
+        """Return the index of a sample, or raise a ValueError if it is none."""
+        if not isinstance(index, Index):
+            raise ValueError(
+                f"{where}: index must be the batch.index of a sample, got {kind_of(index)}; a bare "
+                "row number cannot tell whether the row was overwritten since it was sampled"
+            )
+        return index
+
     def _need_priorities(self, where: str) -> None:
         if not self.sampler.has_priorities:
             raise ValueError(
@@ -843,19 +851,11 @@ class ReplayBuffer(Static, Generic[T]):
         Args:
           is_block: Whether the steps have an axis of time before that of the envs.
         """
-        axes, num, every = (self.num_envs,), "num_envs", "every env"
         if envs is not None:
             envs = jnp.asarray(envs) if isinstance(envs, list | tuple) else envs
             step_checks.check_envs(where, envs, state.layout, self.num_envs)
-            axes, num, every = jnp.shape(envs), "len(envs)", "each of envs"
-        what = f"one step of {every}, leaves [{num}, ...]"
-        if is_block:
-            first = jax.tree.leaves(steps)[:1]
-            time = (jnp.shape(first[0]) or (0,))[0] if first else 0
-            axes, what = (time, *axes), f"a block of steps, leaves [time, {num}, ...]"
-        if self.autoreset is not None:
-            steps = step_checks.step_of(where, steps, self.autoreset)
-        step_checks.check_block(where, steps, state.rows.steps, axes, what)
+        stored = state.rows.steps
+        steps, axes = step_checks.checked_steps(where, self, steps, stored, envs, is_block)
         if mask is not None:
             step_checks.check_mask(where, mask, self.allow_mask or envs is not None, axes)
             mask = jnp.asarray(mask)
@@ -863,7 +863,7 @@ class ReplayBuffer(Static, Generic[T]):
             self._need_priorities(where)
             priority = step_checks.as_priority(where, priority, axes)
         envs = None if envs is None else step_checks.as_envs(envs, self.num_envs)
-        return (jax.tree.map(jnp.asarray, steps), mask, priority), envs
+        return (steps, mask, priority), envs
 
 
 # One program compiles in a third of the time of its operations one by one (measured).

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxreplay import autoreset, targets
 from jaxreplay._util import checks
@@ -17,10 +16,10 @@ from jaxreplay._util.struct import Node, Static
 from jaxreplay.buffers import memory, step_checks
 from jaxreplay.buffers.state_checks import check_state
 from jaxreplay.buffers.trajectories import CHUNK_BYTES, check_trajectories, write_trajectories
+from jaxreplay.samplers.sampler import plus
 from jaxreplay.storage import agents, ring, row_flags, stored_arrays
 from jaxreplay.types import Step
 
-_LARGEST = np.iinfo(np.int32).max
 _MOST_ROWS = 2**30  # row numbers are int32, and a block of steps may reach past the end
 
 
@@ -168,10 +167,8 @@ class Rollout(Static):
           The new state.
         """
         state = check_state("add", self, state)
-        step = step_checks.step_of("add", step, self.autoreset)
-        what = "one step of every env, leaves [num_envs, ...]"
-        step_checks.check_block("add", step, state.steps, (self.num_envs,), what, 2)
-        return self._write(state, jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], step))
+        block, _ = step_checks.checked_steps("add", self, step, state.steps, num_axes=2)
+        return self._write(state, jax.tree.map(lambda leaf: leaf[None], block))
 
     def extend(self, state: RolloutState, steps: PyTree) -> RolloutState:
         """Append a block of steps, as `lax.scan` stacks them.
@@ -186,11 +183,10 @@ class Rollout(Static):
           The new state.
         """
         state = check_state("extend", self, state)
-        steps = step_checks.step_of("extend", steps, self.autoreset)
-        num_steps = (*jnp.shape(steps.terminated), 0)[0]
-        what = "a block of steps, leaves [time, num_envs, ...]"
-        step_checks.check_block("extend", steps, state.steps, (num_steps, self.num_envs), what, 2)
-        return self._write(state, jax.tree.map(jnp.asarray, steps)) if num_steps else state
+        block, (num_steps, _) = step_checks.checked_steps(
+            "extend", self, steps, state.steps, is_block=True, num_axes=2
+        )
+        return self._write(state, block) if num_steps else state
 
     def from_trajectories(
         self, state: RolloutState, trajectories: Iterable[Any], *, chunk_bytes: int = CHUNK_BYTES
@@ -531,7 +527,7 @@ class Rollout(Static):
             steps=stored_arrays.tree_map(put, state.steps, steps),
             mask=put(state.mask, mask),
             position=jnp.minimum(state.position + num_steps, self.length),
-            num_dropped=state.num_dropped + jnp.minimum(num_dropped, _LARGEST - state.num_dropped),
+            num_dropped=plus(state.num_dropped, num_dropped),
             last=last,
             has_ended=has_ended,
         )

@@ -50,7 +50,7 @@ def check_state(where: str, buffer: Any, state: Any) -> Any:
         tuple((jax.numpy.shape(leaf), jax.numpy.result_type(leaf)) for leaf in found),
     ):
         raise ValueError(f"{where}: this state is not of this buffer: {problem}")
-    if where in _COPYING:
+    if where in _COPYING and not any(isinstance(leaf, Tracer) for leaf in found):
         _warn_of_copy(where, buffer, found)
     return as_arrays(state)
 
@@ -145,10 +145,8 @@ def _warn_of_copy(where: str, buffer: Any, leaves: list[Any]) -> None:
 
     It warns once for each buffer and method. The warning names the call of the method.
     """
-    if any(isinstance(leaf, Tracer) for leaf in leaves) or (buffer, where) in _warned:
-        return
     num_bytes = sum(leaf.nbytes for leaf in leaves)
-    if num_bytes >= _LARGE_BYTES:
+    if num_bytes >= _LARGE_BYTES and (buffer, where) not in _warned:
         _warned.add((buffer, where))
         warnings.warn(
             f"{where} was called outside of jit: it copies the whole buffer "

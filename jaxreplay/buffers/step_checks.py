@@ -117,6 +117,40 @@ def step_of(where: str, step: PyTree, autoreset: Autoreset | None) -> Step:
     )
 
 
+def checked_steps(
+    where: str,
+    buffer: Any,
+    steps: PyTree,
+    stored: Stored,
+    envs: Any = None,
+    is_block: bool = False,
+    num_axes: int = 1,
+) -> tuple[Any, tuple[int, ...]]:
+    """Return steps or items of every env, or of some, as arrays, and their leading axes; or raise a
+    ValueError that names the leaf.
+
+    Args:
+      where: Name of the method, for errors.
+      buffer: The buffer.
+      steps: Steps or items.
+      stored: The stored leaves.
+      envs: int32[e], the envs. Default: every env.
+      is_block: Whether the steps have an axis of time before that of the envs. Default: False.
+      num_axes: As for `check_block`. Default: 1.
+    """
+    if buffer.autoreset is not None:
+        steps = step_of(where, steps, buffer.autoreset)
+    axes, num, every = (buffer.num_envs,), "num_envs", "every env"
+    if envs is not None:
+        axes, num, every = jnp.shape(envs), "len(envs)", "each of envs"
+    what = f"one step of {every}, leaves [{num}, ...]"
+    if is_block:
+        first = [*map(jnp.shape, jax.tree.leaves(steps)[:1]), ()][0]
+        axes, what = ((*first, 0)[0], *axes), f"a block of steps, leaves [time, {num}, ...]"
+    check_block(where, steps, stored, axes, what, num_axes)
+    return jax.tree.map(jnp.asarray, steps), axes
+
+
 def check_block(
     where: str,
     steps: PyTree,
@@ -159,14 +193,6 @@ def check_writable(where: str, state: ReplayState) -> None:
     """Raise a ValueError unless stored rows may be changed."""
     if not state.layout.allow_write:
         raise ValueError(f"{where}: make the buffer with allow_write=True")
-
-
-def no_index(where: str, index: Any) -> ValueError:
-    """Return the error for what is given in place of a sample's index."""
-    return ValueError(
-        f"{where}: index must be the batch.index of a sample, got {kind_of(index)}; a bare row "
-        "number cannot tell whether the row was overwritten since it was sampled"
-    )
 
 
 def as_values(

@@ -155,6 +155,14 @@ def test_a_step_may_be_of_any_class_with_the_fields():
 
 
 @pytest.mark.no_xla
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_block_of_steps_may_be_of_any_class_with_the_fields(kind):
+    block = kind(**{name: np.stack([leaf] * 3) for name, leaf in FIELDS.items()})
+    state = jax.eval_shape(UNIFORM.init, {name: leaf[0] for name, leaf in FIELDS.items()})
+    assert jax.eval_shape(lambda state: UNIFORM.extend(state, block), state) == state
+
+
+@pytest.mark.no_xla
 def test_a_batch_can_be_copied_and_has_no_other_names():
     batch = jax.eval_shape(lambda: UNIFORM.sample(UNIFORM.init(EXAMPLE), jax.random.key(0)))
     assert not hasattr(batch, "items")

@@ -306,6 +306,7 @@ USING = {
     "buffer.update_priorities(state, batch.index.row, np.ones(4))": """
         index must be the batch.index of a sample, got an array int32[4]
         cannot tell whether the row was overwritten""",
+    "buffer.age(state, np.arange(4))": "age: index must be the batch.index of a sample, got an ar",
     "buffer.get(state, np.ones(3, np.float32))": """
         index must be a jaxreplay.types.Index or integer rows, got an array float32[3]""",
     "buffer.sample(state, key, 0)": "batch_size must be an int of at least 1, got 0",
