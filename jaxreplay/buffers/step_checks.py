@@ -20,8 +20,8 @@ from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.state import ReplayState
 from jaxreplay.types import Step
 
-_STEP_FIELDS = tuple(field.name for field in dataclasses.fields(Step))
-_REQUIRED_FIELDS = _STEP_FIELDS[:5]
+STEP_FIELDS = tuple(field.name for field in dataclasses.fields(Step))
+_REQUIRED_FIELDS = STEP_FIELDS[:5]
 _WHERE_FINAL_OBS_IS = (
     '  gymnax >= 1.0: info["final_observation"]\n'
     '  Gymnasium, AutoresetMode.SAME_STEP: info["final_obs"]\n'
@@ -53,7 +53,7 @@ def as_step(where: str, step: PyTree) -> Step:
             f"with its fields, got {type(step).__name__}"
         )
     missing = [name for name in _REQUIRED_FIELDS if name not in step]
-    unknown = [str(name) for name in step if name not in _STEP_FIELDS]
+    unknown = [str(name) for name in step if name not in STEP_FIELDS]
     if missing or unknown:
         problems = [f"missing {', '.join(missing)}"] * bool(missing) + [
             f"unknown {', '.join(unknown)}"

@@ -169,32 +169,20 @@ def _as_rows(where: str, trajectory: Any, row: Step) -> Trajectory:
 def _check_leaves(where: str, step: Step, num_steps: int, row: Step) -> None:
     """Raise a ValueError for leaves of other lengths, shapes or dtypes. Leaves of `obs` may all
     have one more row, the final one; then those of `extras` may, too."""
-    first_obs = jax.tree.leaves(step.obs)[:1]
-    most = (
-        num_steps + 1 if first_obs and np.shape(first_obs[0])[:1] == (num_steps + 1,) else num_steps
-    )
-    rest = [
-        (getattr(step, name), getattr(row, name), (num_steps,))
-        for name in ("action", "reward", "terminated", "truncated")
-    ]
+    first = [*map(np.shape, jax.tree.leaves(step.obs)[:1]), ()][0]
+    most = num_steps + (first[:1] == (num_steps + 1,))
+    lengths = {"obs": (most,), "extras": (num_steps, most)}
     if all(
-        _fits(*part)
-        for part in [
-            (step.obs, row.obs, (most,)),
-            (step.extras, row.extras, (num_steps, most)),
-            *rest,
-        ]
+        _fits(getattr(step, name), getattr(row, name), lengths.get(name, (num_steps,)))
+        for name in step_checks.STEP_FIELDS
     ):
         return
-
-    def spec(row, length=num_steps):
-        return jax.ShapeDtypeStruct((length, *row.shape), row.dtype)
-
-    expected = jax.tree.map(spec, row).replace(
-        obs=jax.tree.map(lambda row: spec(row, most), row.obs)
+    of = lambda length, rows: jax.tree.map(
+        lambda row: jax.ShapeDtypeStruct((length, *row.shape), row.dtype), rows
     )
+    expected = of(num_steps, row).replace(obs=of(most, row.obs))
     if jax.tree.structure(step.extras) == jax.tree.structure(row.extras):
-        either = lambda leaf, row: spec(row, most if np.shape(leaf)[:1] == (most,) else num_steps)
+        either = lambda leaf, row: of(most if np.shape(leaf)[:1] == (most,) else num_steps, row)
         expected = expected.replace(extras=jax.tree.map(either, step.extras, row.extras))
     hint = (
         "all leaves of a trajectory have as many rows as terminated; those of obs may have one "
