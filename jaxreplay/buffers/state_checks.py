@@ -38,10 +38,7 @@ def check_state(where: str, buffer: Any, state: Any) -> Any:
         configuration, that differs.
     """
     if not isinstance(state, buffer._kind):
-        raise ValueError(
-            f"{where}: the state must be a {buffer._kind.__name__}, as init and add return it, "
-            f"got {kind_of(state)}; the state comes first"
-        )
+        raise of_another_kind(where, state, buffer._kind)
     found, structure = jax.tree.flatten(state)
     check_not_deleted(where, found)
     if problem := _problem(
@@ -53,6 +50,14 @@ def check_state(where: str, buffer: Any, state: Any) -> Any:
     if where in _COPYING and not any(isinstance(leaf, Tracer) for leaf in found):
         _warn_of_copy(where, buffer, found)
     return as_arrays(state)
+
+
+def of_another_kind(where: str, state: Any, kind: type) -> ValueError:
+    """Return the error for what is given in place of a state."""
+    return ValueError(
+        f"{where}: the state must be a {kind.__name__}, as init and add return it, got "
+        f"{kind_of(state)}; the state comes first"
+    )
 
 
 @functools.lru_cache(maxsize=1024)

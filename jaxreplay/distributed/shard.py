@@ -17,7 +17,6 @@ from jaxreplay.buffers import step_checks
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import check_state, example_of
 from jaxreplay.samplers.prioritized import SMALLEST
-from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.storage.state import ReplayState
 from jaxreplay.types import Index, Sample, T
@@ -118,22 +117,26 @@ class Shard(ReplayBuffer[T]):
           state: The global state, or a part of it. Its layout is read, and the shapes and dtypes of
             its stored rows.
         """
-        leaves, structure = jax.tree.flatten(example_of(state.layout, state.rows.steps))
-        return _specs(state.layout, structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        layout, example = state.layout, example_of(state.layout, state.rows.steps)
+
+        def empty() -> ReplayState:
+            sampler = () if layout.sampler is None else layout.sampler.init(layout)
+            return ReplayState.empty(layout, example, sampler)
+
+        return jax.eval_shape(empty)
 
     def get(
         self, state: ReplayState, index: Any, key: Key | None = None, **options: Any
     ) -> Sample[T]:
-        return super().get(state, self._own_index(index), key, **options)
-
-    def age(self, state: ReplayState, index: Index) -> jax.Array:
-        return super().age(state, self._own_index(index))
-
-    def write(self, state: ReplayState, index: Index, values: Any) -> ReplayState:
-        return super().write(state, self._own_index(index), values)
+        if isinstance(index, Index):
+            index = self._index("get", index)
+        else:
+            row, is_there = step_checks.as_rows("get", index, self.num_shards * self.capacity)
+            index = jnp.where(is_there, row, -1) - self._first(self.capacity)
+        return super().get(state, index, key, **options)
 
     def update_priorities(self, state: ReplayState, index: Index, priority: Any) -> ReplayState:
-        return self._agreed(super().update_priorities(state, self._own_index(index), priority))
+        return self._agreed(super().update_priorities(state, index, priority))
 
     def adopt(self, state: ReplayState) -> ReplayState:
         return self._agreed(super().adopt(state))
@@ -257,11 +260,9 @@ class Shard(ReplayBuffer[T]):
         largest = xla.varying(jax.lax.pmax(largest, self.axis), self.axis)
         return state.replace(sampler=state.sampler.replace(max_priority=largest))
 
-    def _own_index(self, index: Any) -> Any:
+    def _index(self, where: str, index: Any) -> Index:
         """Return an index among all rows as one of this shard's; -1 for rows of others."""
-        if not isinstance(index, Index):
-            return index - self._first(self.capacity) if isinstance(index, jax.Array) else index
-        row = index.row - self._first(self.capacity)
+        row = super()._index(where, index).row - self._first(self.capacity)
         is_own = (row >= 0) & (row < self.capacity)
         return index.replace(row=jnp.where(is_own, row, -1))
 
@@ -310,10 +311,3 @@ def shard_of(where: str, buffer: ReplayBuffer[T], num_shards: int) -> ReplayBuff
         for name in ("num_envs", "capacity", "batch_size")
     }
     return dataclasses.replace(buffer, **parts, min_size=1)
-
-
-@functools.lru_cache(maxsize=256)
-def _specs(layout: Layout, structure: Any, rows: Any) -> ReplayState:
-    example = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*row) for row in rows])
-    sampler = () if layout.sampler is None else layout.sampler.init(layout)
-    return jax.eval_shape(lambda: ReplayState.empty(layout, example, sampler))

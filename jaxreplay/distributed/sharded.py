@@ -17,6 +17,7 @@ from jaxreplay._util.struct import Static
 from jaxreplay.buffers import memory, step_checks
 from jaxreplay.buffers.jitted import buffer_of
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
+from jaxreplay.buffers.state_checks import of_another_kind
 from jaxreplay.buffers.verbs import VERBS
 from jaxreplay.distributed.shard import Shard, part_of, shard_of
 from jaxreplay.samplers import Sampler
@@ -258,6 +259,8 @@ class Sharded(_Base[T]):
 
     def _check_shards(self, where: str, state: Any) -> None:
         """Raise a ValueError unless the rows of a state are divided among as many shards."""
+        if not isinstance(state, ReplayState):
+            raise of_another_kind(where, state, ReplayState)
         rows = stored_arrays.stored_leaves(state.rows.steps)[0].shape[0]
         if rows != self.num_shards * state.layout.capacity:
             raise ValueError(
@@ -268,10 +271,7 @@ class Sharded(_Base[T]):
     def _own_specs(self, where: str, state: Any) -> ReplayState:
         """Return the shapes of a shard's state, or raise a ValueError."""
         if not isinstance(state, ReplayState):
-            raise ValueError(
-                f"{where}: the state must be a ReplayState, as init returns it, got "
-                f"{kind_of(state)}"
-            )
+            raise of_another_kind(where, state, ReplayState)
         if state.layout != self.local.layout():
             raise ValueError(
                 f"{where}: this state is not of this sharded buffer, with {self.num_shards} shards "

@@ -82,10 +82,7 @@ class Shards:
         local, axis = self._sharded.local, P(self._sharded.axis)
         jax.block_until_ready(state)
 
-        def beside(state: ReplayState) -> Any:
-            found = canonical(local.own(state))
-            return jax.tree.map(lambda leaf: leaf if leaf.ndim else leaf[None], found)
-
+        beside = lambda state: local.stacked(canonical(local.own(state)))
         own = jax.tree.map(self._placed, state)
         found = jax.jit(self._sharded._mapped(beside, (axis,), axis))(own)
         found = jax.tree.map(self.processes.gathered, found)

@@ -157,6 +157,23 @@ def test_rows_are_read_again_and_have_an_age(sampler):
     np.testing.assert_array_equal(age[batch.is_valid], expected[batch.is_valid])
 
 
+@pytest.mark.parametrize("kind", [np.asarray, *[list, jnp.asarray] * ALL])
+def test_numbers_of_rows_count_through_all_shards(kind):
+    """Each of four shards has one of the first four numbers, none the fifth."""
+    buffer = items(4, jr.Uniform())
+    state, numbers = common.filled(buffer, [64] * 4), [1, 65, 129, 193, 256]
+    local = buffer.local
+
+    def read(state):
+        batch = local.get(local.own(state), kind(numbers))
+        return batch.is_valid, batch.experience
+
+    found = jax.shard_map(read, mesh=buffer.mesh, in_specs=P("data"), out_specs=P("data"))
+    is_valid, experience = jax.device_get(jax.jit(found)(state))
+    assert is_valid.reshape(4, 5).tolist() == np.eye(4, 5, dtype=bool).tolist()
+    assert experience[is_valid].tolist() == numbers[:4]
+
+
 def test_a_merge_is_that_of_each_shard():
     """All shards then know the largest priority of both."""
     buffer = items(4, jr.Prioritized(alpha=1.0))
@@ -280,8 +297,10 @@ def test_bad_arguments_are_refused():
     index = jr.types.Index(np.zeros(30, np.int32), np.zeros(30, np.uint32))
     message = "update_priorities: items=30 cannot be divided among 4"
     check(message, prioritized, update, index, priority[:30])
-    with refused("must be a ReplayState"):
-        uniform.size(3)
+    state = jax.eval_shape(uniform.init, np.float32(0))
+    for call in (uniform.size, uniform.adopt, functools.partial(uniform.merge, state)):
+        with refused("must be a ReplayState"):
+            call(3)
 
 
 def test_parts_on_cpu_devices_share_the_memory_of_the_host(monkeypatch):
