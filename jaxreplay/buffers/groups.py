@@ -11,7 +11,7 @@ from jaxreplay._util.names import has_shapes, named, spec_text
 from jaxreplay._util.serialization import tell_flax
 from jaxreplay._util.struct import Node, Static
 from jaxreplay.buffers import memory, step_checks
-from jaxreplay.buffers.state_checks import check_state
+from jaxreplay.buffers.state_checks import check_state, row_of
 from jaxreplay.samplers.sampler import plus
 from jaxreplay.storage import ring, stored_arrays
 from jaxreplay.views.view import zeroed
@@ -247,10 +247,9 @@ class Groups(Static):
         num_late, variance = (is_one & ~is_kept).sum(dtype=jnp.int32), state.variance
         if self.reward_key is not None:
             reward = dict(named(items, is_leaf=stored_arrays.is_compound))[self.reward_key]
-            rows = slot[:, None] * self.group_size + ring.arange(self.group_size)
+            rows, is_one = self._rows(slot, jnp.maximum(num_items[slot], 1))
             of_group = stored_arrays.read(reward, rows).astype(jnp.float32)
             # less the first one: the mean of equal numbers is not exactly theirs
-            is_one = ring.arange(self.group_size) < jnp.maximum(num_items[slot], 1)[:, None]
             of_group = jnp.where(is_one, of_group - of_group[:, :1], 0)
             of_group = jnp.var(of_group, axis=1, where=is_one)
             variance = variance.at[target].set(of_group, mode="drop")
@@ -354,9 +353,9 @@ class Groups(Static):
         _, slot = jax.lax.top_k(order, batch_size)
         is_valid = is_left[slot]
         uses = state.num_uses.at[slot].add(is_valid)
-        rows = slot[:, None] * self.group_size + ring.arange(self.group_size)
+        rows, is_there = self._rows(slot, state.num_items[slot])
         items = stored_arrays.tree_map(lambda leaf: stored_arrays.read(leaf, rows), state.items)
-        mask = is_valid[:, None] & (ring.arange(self.group_size) < state.num_items[slot][:, None])
+        mask = is_valid[:, None] & is_there
         batch = GroupBatch(
             experience=zeroed(items, mask),
             group=jnp.where(is_valid, state.group[slot], -1),
@@ -403,5 +402,14 @@ class Groups(Static):
 
     def _empty_like(self, state: GroupsState) -> GroupsState:
         """Return an empty state for the same leaves."""
-        row_of = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
-        return self._empty(stored_arrays.tree_map(row_of, state.items))
+        return self._empty(row_of(state.items))
+
+    def _rows(self, slot: jax.Array, num_items: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the rows of groups, int32[B, G], and which of them have a completion, bool[B, G].
+
+        Args:
+          slot: int32[B], the places of the groups.
+          num_items: int32[B], their numbers of completions.
+        """
+        nth = ring.arange(self.group_size)
+        return slot[:, None] * self.group_size + nth, nth < num_items[:, None]

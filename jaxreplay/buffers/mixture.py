@@ -5,6 +5,7 @@ from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxreplay._util import checks
 from jaxreplay._util.aliases import Key
@@ -120,7 +121,9 @@ class Mixture(Static):
             batch = taken(batches, source, place)
             return batch.replace(source=source, index=batch.index.replace(source=source))
         joined = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *batches)
-        return joined.replace(source=self._source())
+        sizes = [size for _, _, size in self.members]
+        source = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+        return joined.replace(source=jnp.asarray(source))
 
     def update_priorities(
         self, states: dict[str, Any], index: Index, priority: jax.Array
@@ -215,14 +218,6 @@ class Mixture(Static):
     @property
     def _names(self) -> list[str]:
         return [name for name, _, _ in self.members]
-
-    def _source(self) -> jax.Array:
-        return jnp.concatenate(
-            [
-                jnp.full((size,), number, jnp.int32)
-                for number, (_, _, size) in enumerate(self.members)
-            ]
-        )
 
 
 def check_names(states: Any, names: list[str]) -> None:

@@ -14,7 +14,7 @@ from jaxreplay._util.names import has_shapes
 from jaxreplay._util.serialization import tell_flax
 from jaxreplay._util.struct import Node, Static
 from jaxreplay.buffers import memory, step_checks
-from jaxreplay.buffers.state_checks import check_state
+from jaxreplay.buffers.state_checks import check_state, row_of
 from jaxreplay.buffers.trajectories import CHUNK_BYTES, check_trajectories, write_trajectories
 from jaxreplay.samplers.sampler import plus
 from jaxreplay.storage import agents, ring, row_flags, stored_arrays
@@ -227,7 +227,7 @@ class Rollout(Static):
             )
         checks.check_size("from_trajectories", "chunk_bytes", chunk_bytes)
         state = check_state("from_trajectories", self, state)
-        checked = check_trajectories(trajectories, _row_of(state), self.length)
+        checked = check_trajectories(trajectories, row_of(state.steps, 2), self.length)
         state = _clear(self, state)
         steps, mask = write_trajectories((state.steps, state.mask), checked, chunk_bytes)
         position = jnp.int32(sum(trajectory.num_rows for trajectory in checked))
@@ -505,7 +505,7 @@ class Rollout(Static):
 
     def _empty_like(self, state: RolloutState) -> RolloutState:
         """Return an empty state for the same leaves."""
-        return self._empty(_row_of(state))
+        return self._empty(row_of(state.steps, 2))
 
     def _write(self, state: RolloutState, steps: Step) -> RolloutState:
         """Write checked steps, leaves [K, E, ...]."""
@@ -537,13 +537,6 @@ class Rollout(Static):
 @functools.partial(jax.jit, donate_argnums=1, keep_unused=True)
 def _clear(rollout: Rollout, state: RolloutState) -> RolloutState:
     return rollout.clear(state)
-
-
-def _row_of(state: RolloutState) -> Step:
-    """Return shapes and dtypes of one env's step, from the stored steps."""
-    return stored_arrays.tree_map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype), state.steps
-    )
 
 
 def _quotient(where: str, name: str, number: int, of: str, divisor: int) -> int:

@@ -104,11 +104,16 @@ def agents_problem(buffer: Any, steps: PyTree) -> str:
     return f"its steps have num_agents={found}, but the buffer has num_agents={expected}"
 
 
+def row_of(steps: PyTree, num_axes: int = 1) -> Any:
+    """Return shapes and dtypes of one row of stored leaves, without their first axes."""
+    return stored_arrays.tree_map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[num_axes:], leaf.dtype), steps
+    )
+
+
 def example_of(layout: Layout, steps: PyTree) -> Any:
     """Return shapes and dtypes of one env's step, or of an item, from the stored rows."""
-    row = stored_arrays.tree_map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), steps
-    )
+    row = row_of(steps)
     if layout.autoreset is None:
         return row
     agents = () if row.terminated is None else row.terminated.shape
