@@ -167,7 +167,7 @@ class Rollout(Static):
           The new state.
         """
         state = check_state("add", self, state)
-        block, _ = step_checks.checked_steps("add", self, step, state.steps, num_axes=2)
+        block, _ = step_checks.checked_steps("add", self, step, row_of(state.steps))
         return self._write(state, jax.tree.map(lambda leaf: leaf[None], block))
 
     def extend(self, state: RolloutState, steps: PyTree) -> RolloutState:
@@ -184,7 +184,7 @@ class Rollout(Static):
         """
         state = check_state("extend", self, state)
         block, (num_steps, _) = step_checks.checked_steps(
-            "extend", self, steps, state.steps, is_block=True, num_axes=2
+            "extend", self, steps, row_of(state.steps), is_block=True
         )
         return self._write(state, block) if num_steps else state
 

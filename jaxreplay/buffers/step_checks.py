@@ -124,7 +124,6 @@ def checked_steps(
     stored: Stored,
     envs: Any = None,
     is_block: bool = False,
-    num_axes: int = 1,
 ) -> tuple[Any, tuple[int, ...]]:
     """Return steps or items of every env, or of some, as arrays, and their leading axes; or raise a
     ValueError that names the leaf.
@@ -133,10 +132,9 @@ def checked_steps(
       where: Name of the method, for errors.
       buffer: The buffer.
       steps: Steps or items.
-      stored: The stored leaves.
+      stored: As for `check_block`.
       envs: int32[e], the envs. Default: every env.
       is_block: Whether the steps have an axis of time before that of the envs. Default: False.
-      num_axes: As for `check_block`. Default: 1.
     """
     if buffer.autoreset is not None:
         steps = step_of(where, steps, buffer.autoreset)
@@ -147,7 +145,7 @@ def checked_steps(
     if is_block:
         first = [*map(jnp.shape, jax.tree.leaves(steps)[:1]), ()][0]
         axes, what = ((*first, 0)[0], *axes), f"a block of steps, leaves [time, {num}, ...]"
-    check_block(where, steps, stored, axes, what, num_axes)
+    check_block(where, steps, stored, axes, what)
     return jax.tree.map(jnp.asarray, steps), axes
 
 
