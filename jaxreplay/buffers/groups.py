@@ -230,8 +230,9 @@ class Groups(Static):
         is_closed = state.is_closed & ~is_new
         # The place of each completion among those of its group, in the order of the call.
         is_kept = is_one & (group == newest[slot])
-        order = jnp.argsort(jnp.where(is_kept, slot, none), stable=True)
-        sorted_slot = jnp.where(is_kept, slot, none)[order]
+        kept_slot = jnp.where(is_kept, slot, none)
+        order = jnp.argsort(kept_slot, stable=True)
+        sorted_slot = kept_slot[order]
         nth = ring.arange(len(group))
         opens = jnp.concatenate([jnp.ones(1, bool), sorted_slot[1:] != sorted_slot[:-1]])
         rank = nth - jax.lax.cummax(jnp.where(opens, nth, 0))

@@ -27,6 +27,10 @@ from tests.support.steps import nth, stacked
 
 KEY = jax.random.key(5)
 FEW = [case for case in CASES if case in KINDS or case is PAIRS]
+MORE = {
+    PRIORITIZED.name: {"allow_write": True},
+    SEQUENCES.name: {"allow_mask": True, "track_episodes": True},
+}
 PLACES = [(PRIORITIZED, 4, "explicit")]
 if ALL:
     PLACES += [
@@ -68,8 +72,7 @@ def life(case, buffer, given, key, largest=lambda priority: priority):
     ("case", "num", "kind"), PLACES, ids=[f"{case.name}-{num}" for case, num, _ in PLACES]
 )
 def test_shards_equal_vmapped_buffers_to_the_bit(case, num, kind):
-    more = {"allow_mask": True, "track_episodes": True} if case is SEQUENCES else {}
-    buffer = jr.sharded(whole(case, **more), mesh_of(num, kind))
+    buffer = jr.sharded(whole(case, **MORE.get(case.name, {})), mesh_of(num, kind))
     local = buffer.local.buffer
     assert local.capacity == 256 // num
     time = 256 // 8 + 9  # it wraps
@@ -113,24 +116,6 @@ def test_shards_equal_vmapped_buffers_to_the_bit(case, num, kind):
             one["batch"] = one["batch"].replace(probability=0, weight=0)
     for name, value in found.items():
         assert bits(value) == bits(expected[name]), name
-
-
-def test_rows_are_changed_where_they_lie():
-    sizes = {"capacity": 64, "num_envs": 4, "batch_size": 8}
-    buffer = jr.sharded(jr.items(**sizes, allow_write=True), mesh_of(4, "explicit"))
-    numbers = np.arange(64, dtype=np.float32)  # of rows
-
-    @jax.jit
-    def changed(factor):
-        items = {"x": numbers.reshape(4, 16).T}
-        state = buffer.extend(buffer.init({"x": np.float32(0)}), items)
-        batch = buffer.sample(state, KEY)
-        state = buffer.write(state, batch.index, {"x": batch.experience["x"] + 100})
-        change = lambda item, factor: {"x": factor * item["x"]}
-        return batch.index.row, buffer.map_rows(state, change, factor, block=8).rows.steps["x"]
-
-    row, found = changed(np.float32(3))
-    np.testing.assert_array_equal(found, 3 * (numbers + 100 * np.isin(numbers, row)))
 
 
 @pytest.mark.parametrize("sampler", [jr.Prioritized(alpha=1.0), *[jr.Uniform()] * ALL])
