@@ -93,9 +93,10 @@ class Buffers:
             self._free.append(values.base)
 
 
-def file_name(name: str, is_compressed: bool) -> str:
-    """Return the name of a file with its endings."""
-    return f"{name}.safetensors{'.zst' if is_compressed else ''}"
+def file_name(kind: str, folder: str, number: int, is_compressed: bool) -> str:
+    """Return the name of a file of a checkpoint, by its `Manifest.folder`. `kind`: "rows", or
+    "rest" for the arrays beside them."""
+    return f"{kind}/{folder}-{number:06}.safetensors{'.zst' if is_compressed else ''}"
 
 
 def content_of(arrays: Mapping[str, np.ndarray]) -> list[Any]:

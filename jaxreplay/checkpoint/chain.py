@@ -27,14 +27,14 @@ from jaxreplay.checkpoint.files import (
     PathInUseError,
     new_memory,
 )
-from jaxreplay.checkpoint.manifest import Manifest, checksum_of, manifest_name
+from jaxreplay.checkpoint.manifest import Manifest, body_of
 
 _KINDS = ("manifests", "rest", "rows")
 # Files with other names are never deleted.
 _OWN = re.compile(
     r"(?:manifests/([0-9]{10})\.json.*|(?:rest|rows)/([0-9]{10})-[0-9a-f]{8}-[0-9]{6}\.safetensors.*)"
 )
-_MANIFEST = re.compile(r"[0-9]{10}\.json")
+_MANIFEST = re.compile(r"manifests/([0-9]{10})\.json")
 _TRIES = 20
 
 
@@ -59,13 +59,14 @@ class Chain:
 
     def __init__(self, store: Files):
         self._store = store
-        # contents' sizes and checksums, and manifests, by file name
+        # contents' sizes and first lines, and manifests, by file name
         self._known: dict[str, tuple[int, bytes, Manifest]] = {}
         self._found: list[Manifest] = []  # of the last `read` or `commit`, newest first
         # files; None if others may have written since they were listed
         self._listed: set[str] | None = None
-        self._newest_read = 0  # number of the newest manifest at the last `read`
-        self.seen = 0  # number of the newest manifest that this writer continues
+        # names of the newest manifest at the last `read`, and of the newest one that this writer
+        # continues; "" for none
+        self._newest_read = self._seen = ""
         self._asked = ""  # folder of the last checkpoint that the store was asked to commit
 
     def read(self, again: bool = True) -> tuple[list[Manifest], list[str]]:
@@ -89,9 +90,9 @@ class Chain:
             found: dict[int, Manifest] = {}
             problems, is_gone = [], False
             for name in names:
-                _, _, before = known.get(f"manifests/{name}", (0, b"", None))
+                _, _, before = known.get(name, (0, b"", None))
                 try:
-                    manifest = before if found and before else self._manifest(f"manifests/{name}")
+                    manifest = before if found and before else self._manifest(name)
                     if manifest is not before:  # others may be new, too
                         known = {}
                     found.setdefault(manifest.step, manifest)
@@ -102,31 +103,26 @@ class Chain:
                     problems.append(str(error))
             listed, tries = names, tries + 1
             if not is_gone or tries == _TRIES or (names := self._manifests()) == listed:
-                self._known = {
-                    name: one
-                    for name, one in self._known.items()
-                    if name.removeprefix("manifests/") in listed
-                }
-                self._newest_read = _newest(listed)
-                if self._newest_read < self.seen:
-                    problems.append(f"{manifest_name(self.seen)}, written or read here, is gone")
-                self._found = list(found.values())
+                self._known = {name: one for name, one in self._known.items() if name in listed}
+                self._newest_read = max(listed, default="")
+                if self._newest_read < self._seen:
+                    problems.append(f"{self._seen}, written or read here, is gone")
+                self._found = [*found.values()]
                 return self._found, problems
 
     def _manifest(self, name: str) -> Manifest:
         """Read a manifest's file each time; parse it once."""
         if name in self._known:
-            size, checksum, manifest = self._known[name]
+            size, line, manifest = self._known[name]
             with contextlib.suppress(CorruptCheckpointError):
                 content = self._store.read(name, size, new_memory, True).tobytes()
-                if checksum_of(name, content) == checksum:
+                if body_of(name, content) and content.startswith(line):
                     return manifest
-        content = self._store.read(name, MOST_BYTES).tobytes()
-        return self._parsed(name, content)
+        return self._parsed(name, self._store.read(name, MOST_BYTES).tobytes())
 
     def _parsed(self, name: str, content: bytes) -> Manifest:
         manifest = Manifest.from_bytes(name, content)
-        self._known[name] = len(content), checksum_of(name, content), manifest
+        self._known[name] = len(content), content[:9], manifest
         return manifest
 
     def _manifests(self) -> list[str]:
@@ -136,7 +132,7 @@ class Chain:
 
     def follow(self) -> None:
         """Take the newest manifest of the last `read` for one that the next save continues."""
-        self.seen = self._newest_read
+        self._seen = self._newest_read
 
     def enter(self, overwrite: bool) -> tuple[str, list[Manifest]]:
         """Begin a save. Return the name of the new checkpoint's folder, and the manifests.
@@ -150,8 +146,9 @@ class Chain:
         found, _ = self.read(False)
         if overwrite:
             self.follow()
-        self.check_newest(self.seen, self._newest_read)
-        return f"{self._newest_read + 1:010}-{secrets.token_hex(4)}", found
+        self._check_newest(self._seen, self._newest_read)
+        newest = _MANIFEST.fullmatch(self._newest_read)
+        return f"{int(newest[1]) + 1 if newest else 1:010}-{secrets.token_hex(4)}", found
 
     def commit(self, manifest: Manifest) -> None:
         """Create a manifest, which makes its checkpoint visible, and read it back.
@@ -171,8 +168,8 @@ class Chain:
                 f"{MOST_BYTES:,} bytes"
             )
         self._parsed(name, content)
-        if missing := self._store.missing(manifest.file_names() - {name}):
-            self.check_newest(manifest.number - 1)  # one that was faster may have deleted it
+        if missing := self._store.missing(manifest.sums()):
+            self._check_newest(self._newest_read)  # one that was faster may have deleted it
             raise OSError(
                 errno.ENOENT,
                 f"{missing[0]} is missing: {self._store.name} was deleted, or replaced, while it "
@@ -188,29 +185,29 @@ class Chain:
         # The answer to a request may be lost: it is this writer's, if its content is.
         is_own = found == content
         try:
-            self.check_newest(manifest.number if is_own else manifest.number - 1)
+            self._check_newest(name if is_own else self._newest_read)
         except PathInUseError:
             if is_own:  # the number of a checkpoint that the other one has deleted
                 self._store.delete(name)
                 self._asked = ""
             raise
-        self.seen = manifest.number
+        self._seen = name
         self._found = [manifest, *(one for one in self._found if one.step != manifest.step)]
 
-    def check_newest(self, number: int, newest: int | None = None) -> None:
-        """Raise a PathInUseError if there is a manifest of a higher number: another writer's.
+    def _check_newest(self, last: str, newest: str | None = None) -> None:
+        """Raise a PathInUseError if there is a later manifest than `last`: another writer's.
 
         Args:
-          number: The number.
-          newest: That of the newest manifest. Default: that of the newest in a new list.
+          last: Name of a manifest; "" for none.
+          newest: Name of the newest manifest. Default: the newest in a new list.
         """
-        newest = _newest(self._manifests()) if newest is None else newest
-        if newest > number:
+        newest = max(self._manifests(), default="") if newest is None else newest
+        if newest > last:
             writer: dict[str, str] = {}
             with contextlib.suppress(CorruptCheckpointError):
-                manifest = self._manifest(manifest_name(newest))
+                manifest = self._manifest(newest)
                 if manifest.folder == self._asked:  # whose answer was lost
-                    self.seen = newest
+                    self._seen = newest
                     return
                 writer = manifest.writer
             raise _held_by(self._store.name, writer)
@@ -222,8 +219,8 @@ class Chain:
             for kind in _KINDS[1:]:
                 with contextlib.suppress(Exception):
                     for name in self._store.entries(kind):
-                        if name.startswith(folder):
-                            self._store.delete(f"{kind}/{name}")
+                        if name.startswith(f"{kind}/{folder}"):
+                            self._store.delete(name)
 
     def collect(
         self, keep: int | Callable[[], Collection[int]], base: Manifest | None = None
@@ -240,33 +237,27 @@ class Chain:
         # The list is kept: this writer knows what it adds, and listing an object store may take
         # hundreds of requests.
         if self._listed is None:
-            self._listed = {
-                f"{kind}/{name}" for kind in _KINDS for name in self._store.entries(kind)
-            }
+            self._listed = {name for kind in _KINDS for name in self._store.entries(kind)}
         steps = keep() if callable(keep) else ()
         newest = 1 if callable(keep) else keep
         kept = self._found[:newest]
         kept += [one for one in self._found[newest:] if one.step in steps]
         kept += [] if base is None else [base]
-        newest = max((manifest.number for manifest in kept), default=0)
-        named = {name for manifest in kept for name in manifest.file_names()}
+        newest = max((manifest.folder[:10] for manifest in kept), default="")
+        named = {name for manifest in kept for name in (manifest.name, *manifest.sums())}
         for name in sorted(self._listed - named):  # manifests first: each needs its files
             own = _OWN.fullmatch(name)
-            if own is not None and name not in named and int(own[1] or own[2]) <= newest:
+            if own is not None and name not in named and (own[1] or own[2]) <= newest:
                 try:
                     self._store.delete(name)
                     self._listed.discard(name)
                 except (OSError, ValueError, RuntimeError) as error:
                     if name in self._known:  # a manifest that stays needs the files it names
-                        named |= self._known[name][-1].file_names()
+                        named |= self._known[name][-1].sums().keys()
                     warnings.warn(
                         f"{name} is no longer needed, but cannot be deleted: {error}", stacklevel=2
                     )
         self._listed |= named
-
-
-def _newest(names: list[str]) -> int:
-    return max((int(name[:10]) for name in names), default=0)
 
 
 def _held_by(where: str, writer: dict[str, str]) -> PathInUseError:

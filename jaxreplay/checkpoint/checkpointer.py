@@ -23,7 +23,7 @@ from jaxreplay.checkpoint.chain import Chain
 from jaxreplay.checkpoint.fits import check_path
 from jaxreplay.checkpoint.manifest import MOST_DEPTH, STEPS, Manifest, check_depth
 from jaxreplay.checkpoint.planning import SaveParts, SavePlan
-from jaxreplay.checkpoint.restoring import MissingRows, Reading
+from jaxreplay.checkpoint.restoring import MissingRows
 from jaxreplay.checkpoint.savers import ShardedSaver, StateSaver, TieredSaver
 from jaxreplay.checkpoint.saving import NewFile, written
 from jaxreplay.checkpoint.store import store_at
@@ -127,8 +127,7 @@ class Checkpointer:
                 self._savers[name] = TieredSaver(one)
             else:
                 self._savers[name] = StateSaver(one)
-        self._members = {name: saver.buffer for name, saver in self._savers.items()}
-        self._named = self._members.get("", buffer)
+        self._named = self._savers[""].buffer if "" in self._savers else buffer
         self._pid = os.getpid()
         self._store = store_at(path, timeout)
         self.path: str = self._store.name
@@ -196,16 +195,24 @@ class Checkpointer:
           TypeError: `step` is no integer, or `metadata` is not JSON-compatible.
         """
         check_not_forked("this Checkpointer", self._pid)
-        with self._processes.agreed():
-            states = self._checked_states("save", state)
-            text = _checked_metadata(metadata or {})
-            step = None if step is None else _checked_step(step)
-            beside = {extras_of.BESIDE + name: leaf for name, leaf in self.beside.items()}
-            extra, self.beside = extras_of.leaves_of(extras) | beside, {}
         plan = None
         try:
             with self._processes.agreed():
-                splits = {name: self._savers[name].split(x, copy) for name, x in states.items()}
+                if "" not in self._savers:
+                    check_names(state, [*self._savers])
+                states = {"": state} if "" in self._savers else state
+                for name, saver in self._savers.items():
+                    saver.check(f"save{': ' * bool(name)}{name}", states[name])
+                try:
+                    text = json.dumps(metadata or {})
+                    check_depth(json.loads(text))
+                except (RecursionError, ValueError):
+                    raise ValueError(
+                        f"save: metadata must be JSON, nested at most {MOST_DEPTH} deep"
+                    ) from None
+                beside = {extras_of.BESIDE + name: leaf for name, leaf in self.beside.items()}
+                extra, self.beside = extras_of.leaves_of(extras) | beside, {}
+                splits = {name: x.split(states[name], copy) for name, x in self._savers.items()}
                 plan = self._planned(splits, extra, step, text)
                 self._write(plan, splits)
         except BaseException:
@@ -222,18 +229,21 @@ class Checkpointer:
     ) -> SavePlan:
         """Plan a save. All processes return the same plan."""
         options = self._chunk_bytes, self._level
-
         found: list[Manifest] = []  # of the first process
 
         def enter() -> tuple[Any, ...]:
             nonlocal found
             folder, found = self._chain.enter(self._overwrite)
             self._overwrite = False
-            own = (found[0].step + 1 if found else 0) if step is None else step
-            is_base_there = self._base is not None and self._base.folder in {
-                one.folder for one in found
-            }
-            return folder, _checked_step(own), is_base_there, metadata, options
+            default, (low, high) = found[0].step + 1 if found else 0, STEPS
+            own = default if step is None else operator.index(step)
+            if not low <= own <= high:
+                raise ValueError(
+                    f"save: step must be a 64-bit integer, got {own}; call save(state, step)"
+                )
+            base = self._base
+            is_base_there = base is not None and any(one.folder == base.folder for one in found)
+            return folder, own, is_base_there, metadata, options
 
         folder, own_step, is_base_there, metadata, of_first = self._processes.first(enter)
         if options != of_first:
@@ -256,12 +266,9 @@ class Checkpointer:
             piece_bytes=max(self._chunk_bytes // 8, 1),
             text=metadata,
         )
-
-        def check() -> None:
-            check_path(self._store.name, found, plan.manifest, goes_on)
-            self._chain.collect(self.max_to_keep, self._base)
-
-        self._processes.first(check)
+        # of the first process: others have found none
+        check_path(self._store.name, found, plan.manifest, goes_on)
+        self._processes.first(lambda: self._chain.collect(self.max_to_keep, self._base))
         return plan
 
     def _write(self, plan: SavePlan, splits: dict[str, SaveParts]) -> None:
@@ -285,16 +292,17 @@ class Checkpointer:
             yield NewFile(
                 name, {one.name: rows.piece_of(plan.rest[one.name], one) for one in pieces}
             )
-        for member, new in plan.manifest.new_groups():
+        for member, own in plan.manifest.members.items():
+            new = [group for group in own.groups if group.save.folder == plan.manifest.folder]
             # all of one size: few programs are compiled, and memory is used again
             size = pow2.power_above(max((group.num_rows for group in new), default=1))
             spares: dict[int, list[Any]] = collections.defaultdict(list)  # of each part
             for group in new:
                 if (part := splits[member].parts.having(group.env)) is not None:
-                    picked = rows.rows_in(part, group.rows())
-                    padded, spare = pow2.padded(picked, size, picked[-1]), spares[part.env]
-                    copied = rows.read(part.state, padded, spare.pop() if spare else None)
-                    yield NewFile(group.file, copied, len(picked), spare)
+                    spare = spares[part.env]
+                    last = spare.pop() if spare else None
+                    copied, num_rows = rows.copied(part, group.rows(), size, last)
+                    yield NewFile(group.file, copied, num_rows, spare)
 
     def restore(
         self,
@@ -348,12 +356,9 @@ class Checkpointer:
         why = next((x.why_no_sharding for x in self._savers.values() if x.why_no_sharding), None)
         if why is not None and sharding is not None:
             raise ValueError(f"restore: {why}; leave out sharding")
-        examples = dict.fromkeys(self._members, example)
+        examples = dict.fromkeys(self._savers, example)
         if "" not in examples and isinstance(example, dict):
             examples = example if example.keys() == examples.keys() else examples
-
-        def state_of(name: str, reading: Reading) -> Any:
-            return self._savers[name].restored(examples[name], reading, sharding)
 
         with self._processes.agreed():
             found = restoring.restored(
@@ -361,11 +366,11 @@ class Checkpointer:
                 restoring.RestoreRequest(
                     self._store,
                     self._processes,
-                    state_of,
+                    self._savers,
                     self._bar,
                     self._named,
-                    self._members,
                     examples,
+                    sharding,
                     extras,
                     step,
                     allow_partial,
@@ -386,33 +391,6 @@ class Checkpointer:
           A `Verified` for each checkpoint, newest first, with its problems.
         """
         return verifying.verified(self._store, Chain(self._store), self._bar)
-
-    def _checked_states(self, where: str, state: Any) -> dict[str, Any]:
-        """Return the states of the members by name, or raise a ValueError if they are not."""
-        if "" in self._savers:
-            self._savers[""].check(where, state)
-            return {"": state}
-        check_names(state, [*self._savers])
-        for name, saver in self._savers.items():
-            saver.check(f"{where}: {name}", state[name])
-        return {name: state[name] for name in self._savers}
-
-
-def _checked_step(step: Any) -> int:
-    low, high = STEPS
-    if not low <= operator.index(step) <= high:
-        raise ValueError(f"save: step must be a 64-bit integer, got {step}; call save(state, step)")
-    return operator.index(step)
-
-
-def _checked_metadata(metadata: Any) -> str:
-    """Return the metadata as JSON."""
-    try:
-        own = json.dumps(metadata)
-        check_depth(json.loads(own))
-    except (RecursionError, ValueError):
-        raise ValueError(f"save: metadata must be JSON, nested at most {MOST_DEPTH} deep") from None
-    return own
 
 
 def bars(is_shown: bool | None) -> Any:

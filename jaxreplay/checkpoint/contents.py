@@ -15,7 +15,7 @@ from jaxreplay.checkpoint.chain import Chain
 from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
 from jaxreplay.checkpoint.manifest import Manifest, Member, in_member
 from jaxreplay.checkpoint.reader import Reader
-from jaxreplay.checkpoint.restoring import Rest
+from jaxreplay.checkpoint.restoring import CheckpointFiles
 from jaxreplay.checkpoint.store import store_at
 from jaxreplay.inspection.contents import COUNTERS, Contents, StoredRows, numbers_in_order
 from jaxreplay.storage import ring, stored_arrays
@@ -126,7 +126,7 @@ def _rows_of(store: Files, member: Member) -> StoredRows:
     """
     reader = Reader(store, member)
     if reader.num_rows > _FEW_ROWS:  # which a forged manifest may name without any file
-        for group in member.groups:
+        for group in reader.groups:
             reader.read(group, None)
 
     def read(wanted: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -150,7 +150,8 @@ def contents_of(store: Files, manifest: Manifest, *, member: str, max_bytes: int
     """
     rows, own = manifest.members[member], functools.partial(in_member, member)
     stored = _rows_of(store, rows)
-    rest = lambda leaf: Rest(store, manifest).arrays([own(leaf)])[own(leaf)]
+    files = CheckpointFiles(store, manifest)
+    rest = lambda leaf: files.arrays([own(leaf)])[own(leaf)]
     if rows.rows.get("flags", "uint8[]") != "uint8[]":
         raise CorruptCheckpointError(
             f"{manifest.name}: rows: flags must be uint8[], got {rows.rows['flags']}"
@@ -168,13 +169,13 @@ def contents_of(store: Files, manifest: Manifest, *, member: str, max_bytes: int
         is_pending = number >= stored.end[env] - rest("counters.num_pending")[env]
         mass = np.where(is_pending, 0, np.nan_to_num(mass[row].astype(np.float64)))
         probability = mass / max(mass.sum(), np.finfo(np.float64).tiny)
-    metadata = ""
+    num_bytes, metadata = sum(sums.size for sums in manifest.sums().values()), ""
     if manifest.metadata:
         metadata = f", metadata {printable(json.dumps(manifest.metadata)[:200])}"
     return stored.contents(
         max_bytes,
         buffer=f"{member}{' of ' * bool(member)}{manifest.buffer}",
-        source=f"{store.name}, step {manifest.step}, {manifest.num_bytes:,} bytes{metadata}",
+        source=f"{store.name}, step {manifest.step}, {num_bytes:,} bytes{metadata}",
         length=rows.length,
         probability=probability,
         counters={

@@ -3,6 +3,7 @@
 It is implemented by local folders (`folder.py`) and by what TensorStore opens (`object_store.py`).
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -24,11 +25,7 @@ class PathInUseError(RuntimeError):
 
 
 Memory = Callable[[int], np.ndarray]  # function from a size to uint8[size]
-
-
-def new_memory(size: int) -> np.ndarray:
-    """Return new memory of arbitrary content: uint8[size]."""
-    return np.empty(size, np.uint8)
+new_memory: Memory = functools.partial(np.empty, dtype=np.uint8)  # of arbitrary content
 
 
 class Files:
@@ -83,16 +80,10 @@ class Files:
         raise NotImplementedError
 
     def entries(self, folder: str) -> list[str]:
-        """List the files and folders in a folder, sorted by name, including incomplete ones of
+        """List the names of the files and folders in a folder, sorted, including incomplete ones of
         killed processes."""
         raise NotImplementedError
 
     def delete(self, name: str) -> None:
         """Delete a file, or a folder and all that it contains."""
         raise NotImplementedError
-
-
-def check_size(name: str, size: int, most: int) -> None:
-    """Raise a CorruptCheckpointError if a file is larger than it can be."""
-    if size > most:
-        raise CorruptCheckpointError(f"{name} has {size:,} bytes, expected at most {most:,}")

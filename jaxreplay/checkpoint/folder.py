@@ -18,7 +18,6 @@ from jaxreplay.checkpoint.files import (
     Files,
     Memory,
     MissingError,
-    check_size,
     new_memory,
 )
 
@@ -61,7 +60,6 @@ class Folder(Files):
             return open(path, "wb", buffering=0)
 
     def create(self, name: str, content: bytes) -> bool:
-        self._check_no_file()
         path = self._path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
@@ -95,7 +93,10 @@ class Folder(Files):
         try:
             path = f"{self.name}/{name}"
             with open(path, "rb", buffering=0, opener=regular) as file:
-                check_size(name, size := os.fstat(file.fileno()).st_size, most)
+                if (size := os.fstat(file.fileno()).st_size) > most:
+                    raise CorruptCheckpointError(
+                        f"{name} has {size:,} bytes, expected at most {most:,}"
+                    )
                 if hasattr(os, "posix_fadvise"):  # the system reads further ahead
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
                 if memory is None and size:
@@ -114,13 +115,11 @@ class Folder(Files):
                 raise MissingError(f"{name} is missing") from error
             raise CorruptCheckpointError(f"{name}: {error.strerror}") from error
 
-    def _check_no_file(self) -> None:
+    def entries(self, folder: str) -> list[str]:
         if self._path.is_file():
             raise NotADirectoryError(f"{self.name} is a file, not the folder of a Checkpointer")
-
-    def entries(self, folder: str) -> list[str]:
-        self._check_no_file()
-        return sorted(os.listdir(self._path / folder)) if (self._path / folder).is_dir() else []
+        path = self._path / folder
+        return sorted(f"{folder}/{name}" for name in os.listdir(path)) if path.is_dir() else []
 
     def delete(self, name: str) -> None:
         path = self._path / name

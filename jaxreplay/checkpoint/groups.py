@@ -6,10 +6,9 @@ A group has the rows that a save writes of neighboring streams, between two dist
 hold stream after stream, and each stream's oldest row first.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
@@ -43,13 +42,11 @@ class Save(msgspec.Struct, eq=False, forbid_unknown_fields=True):
     is_compressed: bool
 
     def __post_init__(self) -> None:
-        self.since, self.end = _short(self.since), _short(self.end)
-
-
-def _short(numbers: np.ndarray) -> np.ndarray:
-    """Return equal numbers as a view of one, as which they are written."""
-    one = numbers[:1]
-    return np.broadcast_to(one, numbers.shape) if (numbers == one).all() else numbers
+        # equal numbers become a view of one
+        self.since, self.end = (
+            np.broadcast_to(own[:1], own.shape) if (own == own[:1]).all() else own
+            for own in (self.since, self.end)
+        )
 
 
 class Group(NamedTuple):
@@ -67,8 +64,8 @@ class Group(NamedTuple):
     @property
     def file(self) -> str:
         """Name of its file."""
-        name = f"rows/{self.save.folder}-{self.number:06}"
-        return bundle.file_name(name, self.save.is_compressed)
+        save = self.save
+        return bundle.file_name("rows", save.folder, self.number, save.is_compressed)
 
     @property
     def num_rows(self) -> int:
@@ -119,83 +116,62 @@ class Group(NamedTuple):
         return Picked(env, low[env] + np.arange(len(env)) - before[env])
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class GroupColumns(Sequence[Group]):
-    """Groups stored as columns: a list of `Group` would take some hundred bytes for each."""
+def columns_of(groups: Iterable[Group]) -> tuple[list[Save], np.ndarray]:
+    """Return the saves of groups, and a row of numbers of each: int64[G, NUM_COLUMNS], the index of
+    its save, its next six fields, and its checksums."""
+    saves: dict[Save, int] = {}
+    columns = [
+        (saves.setdefault(one.save, len(saves)), *one[1:7], *(one.sums or (0, 0, 0)))
+        for one in groups
+    ]
+    return [*saves], np.array(columns, np.int64).reshape(-1, NUM_COLUMNS)
 
-    saves: list[Save]
-    # int64[G, 10]: index of the group's save, its next six fields, and its checksums
-    columns: np.ndarray
 
-    @classmethod
-    def of(cls, groups: Iterable[Group]) -> "GroupColumns":
-        """Return groups as columns."""
-        saves: dict[Save, int] = {}
-        columns = [
-            (saves.setdefault(one.save, len(saves)), *one[1:7], *(one.sums or (0, 0, 0)))
-            for one in groups
-        ]
-        return cls([*saves], np.array(columns, np.int64).reshape(-1, NUM_COLUMNS))
+def groups_of(saves: Sequence[Save], columns: np.ndarray) -> list[Group]:
+    """Return the groups of what `columns_of` returns. A list takes some hundred bytes for each."""
+    return [
+        Group._make((saves[save], *numbers[:6], Sums._make(numbers[6:])))
+        for save, *numbers in columns.tolist()
+    ]
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the files."""
-        return int(self.columns[:, 8].sum())
 
-    def __len__(self) -> int:
-        return len(self.columns)
+def check_groups(
+    saves: Sequence[Save], columns: np.ndarray, first: np.ndarray, end: np.ndarray
+) -> None:
+    """Check that groups can be, each row is in one, and they are in the order of their rows.
 
-    def __getitem__(self, at: Any) -> Any:
-        if isinstance(at, slice):
-            return [self[one] for one in range(*at.indices(len(self)))]
-        save, *numbers = self.columns[at].tolist()
-        return Group._make((self.saves[save], *numbers[:6], Sums._make(numbers[6:])))
+    Args:
+      saves: As `columns_of` returns them.
+      columns: The same.
+      first: int64[E], the number of each stream's oldest row.
+      end: int64[E], one more than the number of its newest row.
 
-    def check(self, first: np.ndarray, end: np.ndarray) -> None:
-        """Check that groups can be, each row is in one, and they are in the order of their rows.
-
-        Args:
-          first: int64[E], the number of each stream's oldest row.
-          end: int64[E], one more than the number of its newest row.
-
-        Raises:
-          CorruptCheckpointError: Groups overlap, are out of order, have rows past `end`, or lack
-            rows.
-        """
-        save, number, start, stop, env, env_stop, stamp, raw, _, stored = self.columns.T
-        lengths = np.array([*(one.length for one in self.saves), 0])
-        is_possible = (start < stop) & (stop <= lengths[np.minimum(save, len(self.saves))])
-        is_possible &= (number < 10**6) & (env < env_stop) & (env_stop <= len(end))
-        is_possible &= (raw < 2**32) & (stored < 2**32) & (stamp < 2**32)
-        if not is_possible.all():
+    Raises:
+      CorruptCheckpointError: Groups overlap, are out of order, have rows past `end`, or lack rows.
+    """
+    save, number, start, stop, env, env_stop, stamp, raw, _, stored = columns.T
+    lengths = np.array([*(one.length for one in saves), 0])
+    is_possible = (start < stop) & (stop <= lengths[np.minimum(save, len(saves))])
+    is_possible &= (number < 10**6) & (env < env_stop) & (env_stop <= len(end))
+    is_possible &= (raw < 2**32) & (stored < 2**32) & (stamp < 2**32)
+    if not is_possible.all():
+        raise CorruptCheckpointError(
+            f"group {int(np.argmin(is_possible))} has rows that cannot exist"
+        )
+    missing = int((end - first).sum())
+    for group in reversed(groups_of(saves, columns)):
+        low, high = group.range()
+        is_row = low < high
+        if (is_row & (high > end)).any():
             raise CorruptCheckpointError(
-                f"group {int(np.argmin(is_possible))} has rows that cannot exist"
+                f"{group.file} has rows of a later group, or rows that the checkpoint does not have"
             )
-        missing = int((end - first).sum())
-        for group in reversed(self):
-            low, high = group.range()
-            is_row = low < high
-            if (is_row & (high > end)).any():
-                raise CorruptCheckpointError(
-                    f"{group.file} has rows of a later group, or rows that the checkpoint does not "
-                    "have"
-                )
-            end = np.where(is_row, low, end)
-            missing -= int(np.maximum(high - np.maximum(low, first), 0).sum())
-        if missing:
-            raise CorruptCheckpointError(
-                f"{missing:,} rows of the checkpoint are in none of its groups"
-            )
-
-    def num_rows(self, first: Any = 0) -> np.ndarray:
-        """Count the rows of each group, int64[G].
-
-        Args:
-          first: int64[E], the first number of each stream that counts. Default: 0.
-        """
-        ranges = (group.range() for group in self)
-        counts = [np.maximum(high - np.maximum(low, first), 0).sum() for low, high in ranges]
-        return np.array(counts, np.int64)
+        end = np.where(is_row, low, end)
+        missing -= int(np.maximum(high - np.maximum(low, first), 0).sum())
+    if missing:
+        raise CorruptCheckpointError(
+            f"{missing:,} rows of the checkpoint are in none of its groups"
+        )
 
 
 def cut(save: Save, most: int, envs: slice, num_rewritten: int = 0) -> Iterator[Group]:

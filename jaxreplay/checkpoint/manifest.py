@@ -4,7 +4,6 @@ All fields are checked before they are used: a manifest may be damaged, of anoth
 forged.
 """
 
-import itertools
 import json
 import re
 import zlib
@@ -21,7 +20,15 @@ from jaxreplay._util.names import printable
 from jaxreplay.checkpoint import bundle
 from jaxreplay.checkpoint.bundle import Piece, Spec, Sums
 from jaxreplay.checkpoint.files import CorruptCheckpointError
-from jaxreplay.checkpoint.groups import NUM_COLUMNS, Folder, Group, GroupColumns, Length, Save
+from jaxreplay.checkpoint.groups import (
+    NUM_COLUMNS,
+    Folder,
+    Group,
+    Length,
+    Save,
+    check_groups,
+    groups_of,
+)
 from jaxreplay.storage import stored_arrays
 from jaxreplay.storage.layout import Layout, Window
 
@@ -114,18 +121,18 @@ class Member(msgspec.Struct, eq=False, forbid_unknown_fields=True):
     end: np.ndarray  # int64[E], one more than the number of its newest row
     rows: dict[str, str]  # dtype and shape of a row, by leaf
     saves: list[Save]
-    columns: np.ndarray = msgspec.field(name="groups")  # as those of `GroupColumns`
+    columns: np.ndarray = msgspec.field(name="groups")  # as `columns_of` returns them
 
     @property
-    def groups(self) -> GroupColumns:
+    def groups(self) -> list[Group]:
         """Its groups: each row is in one; a stream's older rows are in earlier groups."""
-        return GroupColumns(self.saves, self.columns)
+        return groups_of(self.saves, self.columns)
 
     def check(self) -> None:
         """Check fields that were read, and put arrays into their shapes. Raises a
         CorruptCheckpointError if they are impossible."""
         for name, text in self.rows.items():
-            spec_of(f"rows: {printable(name)}", text)
+            spec_of(f"rows: {name}", text)
         num_envs = len(self.end)
         if len(self.saves) * num_envs > MOST_NUMBERS:
             raise CorruptCheckpointError("saves: more than can be written")
@@ -141,7 +148,7 @@ class Member(msgspec.Struct, eq=False, forbid_unknown_fields=True):
         if count // NUM_COLUMNS * NUM_COLUMNS != count:
             raise CorruptCheckpointError(f"{count} numbers are no groups")
         self.columns = self.columns.reshape(-1, NUM_COLUMNS)
-        self.groups.check(self.first, self.end)
+        check_groups(self.saves, self.columns, self.first, self.end)
 
     @property
     def leaves(self) -> list[Leaf]:
@@ -180,14 +187,9 @@ class Manifest(msgspec.Struct, eq=False, forbid_unknown_fields=True, kw_only=Tru
         return json.loads(self.text)
 
     @property
-    def number(self) -> int:
-        """Place of the checkpoint in the chain."""
-        return int(self.folder[:10])
-
-    @property
     def name(self) -> str:
         """Name of the manifest's file."""
-        return manifest_name(self.number)
+        return f"manifests/{self.folder[:10]}.json"
 
     def has_index(self, member: str) -> bool:
         """Return whether the member's rows are in files elsewhere."""
@@ -200,46 +202,22 @@ class Manifest(msgspec.Struct, eq=False, forbid_unknown_fields=True, kw_only=Tru
     def rest_files(self) -> Iterator[tuple[str, list[Piece]]]:
         """Yield the name and the pieces of each file beside the rows."""
         for number, pieces in enumerate(bundle.divided(self.specs(), self.piece_bytes)):
-            yield self.file_name(number), pieces
+            yield bundle.file_name("rest", self.folder, number, self.is_compressed), pieces
 
-    def pieces(self) -> list[tuple[str, Sums, list[Piece]]]:
-        """Return the name of each file beside the rows, its checksums, and what it has. Raises a
-        CorruptCheckpointError if the arrays do not fit so many files."""
-        found = [*itertools.islice(self.rest_files(), len(self.files) + 1)]
-        if len(found) != len(self.files):
-            raise CorruptCheckpointError(f"{self.name}: files, rest: they do not fit each other")
-        return [(name, self.files[nth], pieces) for nth, (name, pieces) in enumerate(found)]
-
-    def file_name(self, number: int) -> str:
-        """Return the name of a file beside the rows."""
-        return bundle.file_name(f"rest/{self.folder}-{number:06}", self.is_compressed)
-
-    def file_names(self) -> set[str]:
-        """Return the names of the files of the checkpoint."""
-        rest = {self.file_name(number) for number in range(len(self.files))}
-        groups = (group.file for own in self.members.values() for group in own.groups)
-        return {self.name, *rest, *groups}
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its files on the disk, of which other checkpoints may have some, too."""
-        rows = sum(own.groups.num_bytes for own in self.members.values())
-        return rows + sum(sums.size for sums in self.files)
-
-    def new_groups(self) -> Iterator[tuple[str, list[Group]]]:
-        """Yield each member's name with the groups that this checkpoint's save writes."""
-        for name, own in self.members.items():
-            yield name, [group for group in own.groups if group.save.folder == self.folder]
+    def sums(self) -> dict[str, Sums]:
+        """Return the checksums of the checkpoint's files, but the manifest, by name."""
+        rest = {
+            bundle.file_name("rest", self.folder, number, self.is_compressed): sums
+            for number, sums in enumerate(self.files)
+        }
+        groups = (group for own in self.members.values() for group in own.groups)
+        return rest | {group.file: group.sums for group in groups if group.sums is not None}
 
     def fill(self, written: Mapping[str, Sums]) -> None:
-        """Note the checksums of the files that the save has written.
-
-        Args:
-          written: Checksums by name.
-        """
+        """Note the checksums of the files that the save has written, by name."""
         for own in self.members.values():
             for nth, group in enumerate(own.groups):
-                if group.save.folder == self.folder:
+                if group.file in written:
                     own.columns[nth, -len(Sums._fields) :] = written[group.file]
         self.files = [written[name] for name, _ in self.rest_files()]
 
@@ -255,37 +233,30 @@ class Manifest(msgspec.Struct, eq=False, forbid_unknown_fields=True, kw_only=Tru
           CorruptCheckpointError: The file is damaged or a field is invalid; the text names both.
           ValueError: The file has another format.
         """
-        body = _body(name, content)
-        head = _decoded(name, body, _Head)
-        if head.format != FORMAT:
-            raise ValueError(
-                f"{name}: written in format {head.format}, by jaxreplay {printable(head.library)}; "
-                f"this version reads format {FORMAT}"
-            )
-        found: Manifest = _decoded(name, body, cls)
-        if found.name != name:
-            raise CorruptCheckpointError(f"{name} belongs to another checkpoint, {found.folder}")
+        body = body_of(name, content)
         try:
-            check_depth(found.metadata)
-            for one in found.members.values():
-                one.check()
-            for leaf, text in found.rest.items():
-                spec_of(f"rest: {printable(leaf)}", text)
-        except (ValueError, RecursionError) as error:
-            raise CorruptCheckpointError(f"{name}: {error}") from None
-        return found
+            head = msgspec.json.decode(body, type=_Head)
+            if head.format == FORMAT:
+                found = msgspec.json.decode(body, type=cls, dec_hook=_array)
+                if found.name != name:
+                    raise CorruptCheckpointError(f"it is of {found.folder}")
+                check_depth(found.metadata)
+                for one in found.members.values():
+                    one.check()
+                for leaf, text in found.rest.items():
+                    spec_of(f"rest: {leaf}", text)
+                return found
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise CorruptCheckpointError(f"{name}: {printable(str(error)[:300])}") from None
+        raise ValueError(
+            f"{name}: written in format {head.format}, by jaxreplay {printable(head.library)}; "
+            f"this version reads format {FORMAT}"
+        )
 
 
 class _Head(msgspec.Struct):
     format: int
     library: str = ""
-
-
-def _decoded(name: str, body: Any, kind: Any) -> Any:
-    try:
-        return msgspec.json.decode(body, type=kind, dec_hook=_array)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{name}: {printable(str(error)[:300])}") from None
 
 
 def _array(kind: Any, numbers: Any) -> np.ndarray:
@@ -297,18 +268,9 @@ def _listed(array: np.ndarray) -> list[int]:
     return array[: 1 if array.strides == (0,) else None].ravel().tolist()
 
 
-def manifest_name(number: int) -> str:
-    return f"manifests/{number:010}.json"
-
-
-def checksum_of(name: str, content: bytes) -> bytes:
-    """Return the checksum in a manifest's first line. Raises a CorruptCheckpointError if the file
-    is damaged."""
-    _body(name, content)
-    return content[:8]
-
-
-def _body(name: str, content: bytes) -> memoryview:
+def body_of(name: str, content: bytes) -> memoryview:
+    """Return what follows the checksum of a manifest, its first line. Raises a
+    CorruptCheckpointError if the file is damaged."""
     body = memoryview(content)[9:]
     if content[:9] != f"{zlib.crc32(body):08x}\n".encode():
         raise CorruptCheckpointError(f"{name} is not as it was written")
@@ -319,8 +281,7 @@ def spec_of(where: str, text: str) -> Spec:
     """Return the shape and the dtype of a text such as `uint8[84, 84]`."""
     if (found := _SPEC.fullmatch(text)) is None:
         raise CorruptCheckpointError(
-            f"{where}: expected a dtype and a shape, such as float32[3, 2], got "
-            f"{printable(text[:60])}"
+            f"{where}: expected a dtype and a shape, such as float32[3, 2], got {text[:60]}"
         )
     shape = tuple(int(size) for size in (found[2] or "").split(", ") if size)
     try:

@@ -13,7 +13,6 @@ from jaxreplay.checkpoint.files import (
     Files,
     Memory,
     MissingError,
-    check_size,
     new_memory,
 )
 
@@ -103,7 +102,6 @@ class Objects(Files):
             raise CorruptCheckpointError(f"{name} has more bytes, expected at most {most:,}")
         if found.state != "value":
             raise MissingError(f"{name} is missing")
-        check_size(name, len(found.value), most)
         return np.frombuffer(found.value, np.uint8)
 
     def entries(self, folder: str) -> list[str]:
@@ -115,8 +113,8 @@ class Objects(Files):
         keys = self._wait(
             f"to list {folder}", self._files.list(ts.KvStore.KeyRange(f"{folder}/", f"{folder}0"))
         )
-        names = (key.decode(errors="replace").removeprefix(f"{folder}/") for key in keys)
-        return sorted(name for name in names if "/" not in name)
+        names = (key.decode(errors="replace") for key in keys)
+        return sorted(name for name in names if name.count("/") == 1)
 
     def delete(self, name: str) -> None:
         self._wait(f"to delete {name}", self._files.write(name, None))

@@ -15,7 +15,7 @@ from jaxreplay.checkpoint.files import Files
 from jaxreplay.checkpoint.fits import check_fits
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.reader import Reader
-from jaxreplay.checkpoint.restoring import Reading
+from jaxreplay.checkpoint.restoring import CheckpointFiles, Reading
 from jaxreplay.storage.host_rows import RowStore
 from jaxreplay.storage.state import ReplayState
 
@@ -100,7 +100,7 @@ class Opened(Tiered):
         """
         manifest, name = self._manifest, self._name
         check_fits(manifest, self.buffer, {name: self.buffer}, {name: example}, {}, [])
-        reading = Reading(self._saved, manifest, name, self._member.first)
+        reading = Reading(CheckpointFiles(self._saved, manifest), name, self._member.first)
         state, every = self.index.init(example), np.arange(self.buffer.capacity)
         store = SavedRows(Reader(self._saved, self._member, self._cache_bytes))
         self._store = store

@@ -21,11 +21,11 @@ from jaxreplay._util.names import description, named, spec_text
 from jaxreplay._version import __version__
 from jaxreplay.checkpoint import bundle, rows
 from jaxreplay.checkpoint.chain import whoami
-from jaxreplay.checkpoint.groups import MOST_ROWS, Group, GroupColumns, Save, cut
+from jaxreplay.checkpoint.groups import MOST_ROWS, Group, Save, columns_of, cut
 from jaxreplay.checkpoint.manifest import MOST_NUMBERS, Manifest, Member, StoredLayout, in_member
-from jaxreplay.checkpoint.rows import Picked, Span
+from jaxreplay.checkpoint.rows import Span
 from jaxreplay.distributed.parts import Parts
-from jaxreplay.storage.layout import NUM_PARTS
+from jaxreplay.storage.layout import NUM_PARTS, Layout
 
 _BOOKKEEPING = 64  # bytes of a row's numbers, while it is being copied or written
 # Parts of a ring that have groups of their own: while rows of one are overwritten, the rest stays.
@@ -36,10 +36,14 @@ _COMPARED = 2**23  # bytes of the newest rows that are compared, at least
 class SaveParts(NamedTuple):
     """A state, divided into what a checkpoint has of it."""
 
-    buffer: Any
     rows: Any  # that do not change once written, as `rows.stored` returns them; {} of a rollout
     rest: Any
     parts: Parts  # from which the rows are read
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of each part."""
+        return self.parts.own[0].state.layout
 
 
 class SavePlan(NamedTuple):
@@ -79,27 +83,30 @@ def plan_of(
     for name, split in splits.items():
         rest |= {in_member(name, own): leaf for own, leaf in named(split.rest)}
         if split.rows:
-            span = rows.span_of(split.rest["counters"], split.buffer.length)
+            layout, num_envs = split.layout, split.parts.bounds[-1]
+            span = rows.span_of(split.rest["counters"], layout.length)
+            row_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(split.rows))
+            row_bytes //= num_envs * layout.length
             leaves = {own: spec_text(leaf, 1) for own, leaf in rows.leaves_of(split.rows)}
             before = base.members.get(name) if base is not None else None
             if before is not None and before.rows != leaves:  # one is an index, without the steps
                 before = None
             save = Save(
-                fields["folder"], split.buffer.length, span.first, span.end, fields["is_compressed"]
+                fields["folder"], layout.length, span.first, span.end, fields["is_compressed"]
             )
-            own = _groups(split, before, span, save, group_bytes)
-            num_bytes += _row_bytes(split) * sum(one.num_rows for one in own if one.sums is None)
-            groups = GroupColumns.of(
+            own = _groups(split, before, span, save, row_bytes, group_bytes)
+            num_bytes += row_bytes * sum(one.num_rows for one in own if one.sums is None)
+            saves, columns = columns_of(
                 one._replace(number=next(numbers)) if one.sums is None else one for one in own
             )
             members[name] = Member(
-                layout=StoredLayout.of(split.buffer.layout()),
-                length=split.buffer.length,
+                layout=StoredLayout.of(layout),
+                length=layout.length,
                 first=span.first,
                 end=span.end,
                 rows=leaves,
-                saves=groups.saves,
-                columns=groups.columns,
+                saves=saves,
+                columns=columns,
             )
     num_bytes += sum(leaf.nbytes for leaf in rest.values())
     manifest = Manifest(
@@ -114,28 +121,42 @@ def plan_of(
     return SavePlan(manifest, rest, num_bytes)
 
 
-def _row_bytes(split: SaveParts) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(split.rows)) // split.buffer.capacity
-
-
 def _groups(
     split: SaveParts,
     base: Member | None,
     span: Span,
     save: Save,
+    row_bytes: int,
     group_bytes: int,
 ) -> list[Group]:
     """Return a state's groups, in the order of their rows. New ones lie in one part each. `save`:
     all of the state's rows."""
-    buffer, row_bytes, stamps = split.buffer, _row_bytes(split), _stamps(split)
-    most = min(
-        group_bytes // (row_bytes + _BOOKKEEPING),
-        MOST_ROWS,
-        max(buffer.capacity // _PARTS, _LEAST_ROWS),
+    layout, num_envs = split.layout, len(span.end)
+    most = pow2.power_below(
+        min(
+            group_bytes // (row_bytes + _BOOKKEEPING),
+            MOST_ROWS,
+            max(num_envs * layout.length // _PARTS, _LEAST_ROWS),
+        )
     )
-    most, num_rewritten = pow2.power_below(most), rows.num_rewritten(buffer.layout())
+    # Newest rows of each stream that may still change: a step and its final row, which is taken
+    # back if the episode continues.
+    num_rewritten = 2 if layout.rows_per_step == 2 and not layout.allow_mask else 0
+    stamps = None
+    if layout.allow_write:
+        counters = split.rest["counters"]
+        # of the writes to each part of the rings, uint32[E, NUM_PARTS]
+        stamps = np.stack([counters[f"write_stamp_{part}"] for part in range(NUM_PARTS)], axis=-1)
     since, kept = span.first, []
-    if base is not None and _may_continue(base, span, num_rewritten):
+    # A state may continue a checkpoint if it has as many streams, and neither lacks newer rows nor
+    # has older ones.
+    if (
+        base is not None
+        and len(base.end) == num_envs
+        and len(base.saves) * num_envs < MOST_NUMBERS
+        and (base.end - num_rewritten <= span.end).all()
+        and (span.first >= base.first).all()
+    ):
         since, kept = _kept(base, span, num_rewritten, most)
         saves: dict[Save, Save] = {}
         kept = [_again(group, stamps, save, saves) for group in kept]
@@ -153,22 +174,13 @@ def _groups(
     return kept
 
 
-def _stamps(split: SaveParts) -> np.ndarray | None:
-    """Return the stamps of writes to each part of the rings, uint32[E, NUM_PARTS]; None if the
-    buffer allows none."""
-    if not split.buffer.allow_write:
-        return None
-    counters = split.rest["counters"]
-    return np.stack([counters[f"write_stamp_{part}"] for part in range(NUM_PARTS)], axis=-1)
-
-
 def _again(group: Group, stamps: np.ndarray | None, save: Save, saves: dict[Save, Save]) -> Group:
     """Return a group that an earlier checkpoint has; if its rows were written since, as one that is
     to be written again, without the rows that are overwritten.
 
     Args:
       group: The group.
-      stamps: As `_stamps` returns them.
+      stamps: Those of the state, as for `Group.stamped`.
       save: The rows of the state.
       saves: Gets the new form of each earlier save of which a group is written again.
     """
@@ -181,15 +193,6 @@ def _again(group: Group, stamps: np.ndarray | None, save: Save, saves: dict[Save
     changed = {"folder": save.folder, "since": since, "is_compressed": save.is_compressed}
     again = saves.setdefault(before, msgspec.structs.replace(before, **changed))
     return now._replace(save=again, sums=None)
-
-
-def _may_continue(base: Member, span: Span, num_rewritten: int) -> bool:
-    """Return whether a state with the rows of a span may continue a checkpoint: it has as many
-    streams, and it neither lacks newer rows nor has older ones."""
-    if len(base.end) != len(span.end) or len(base.saves) * len(base.end) >= MOST_NUMBERS:
-        return False
-    end = base.end - num_rewritten
-    return bool((end <= span.end).all() and (span.first >= base.first).all())
 
 
 def _kept(
@@ -263,16 +266,10 @@ def _is_in(parts: Parts, group: Group) -> bool:
     if sum(stop - start for start, stop in ends) < group.env_stop - group.env:
         return False
     found: dict[str, list[np.ndarray]] = {}
-    picked = group.rows()
     for part in own:
-        is_own = (picked.env >= part.env) & (picked.env < part.env_stop)
-        index = rows.rows_in(part, Picked(picked.env[is_own], picked.number[is_own]))
-        if not len(index):
-            continue
-        # padded, so that few programs are compiled
-        padded = pow2.padded(index, pow2.power_above(len(index)), index[-1])
-        for name, leaf in named(rows.read(part.state, padded)):
-            found.setdefault(name, []).append(rows.on_host(leaf)[: len(index)])
+        copied, count = rows.copied(part, group.rows())
+        for name, leaf in named(copied):
+            found.setdefault(name, []).append(rows.on_host(leaf)[:count])
     joined = lambda leaves: np.concatenate(leaves) if len(leaves) > 1 else leaves[0]
     whole = {name: joined(leaves) for name, leaves in found.items()}
     return group.sums is not None and bundle.checksum(bundle.content_of(whole)) == group.sums.raw

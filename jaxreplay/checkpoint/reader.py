@@ -31,6 +31,7 @@ class Reader:
 
     def __init__(self, store: Files, member: Member, cache_bytes: int = 0):
         self._store, self._member, self._most = store, member, cache_bytes
+        self.groups = member.groups
         self.leaves = {leaf.name: leaf for leaf in member.leaves}
         self._count = member.end - member.first
         self.num_rows = int(self._count.sum())
@@ -67,8 +68,11 @@ class Reader:
           use: Gets the K rows of a group, and `[K, ...]` of each array by name, which may be
             overwritten afterwards.
         """
-        groups, buffers = self._member.groups, bundle.Buffers()
-        counts = groups.num_rows(since)
+        buffers = bundle.Buffers()
+
+        def has_any(group: Group) -> bool:
+            low, high = group.range()
+            return bool((np.maximum(low, since) < high).any())
 
         def read(group: Group) -> tuple[Group, dict[str, np.ndarray]]:
             return group, self.read(group, buffers.take)
@@ -81,7 +85,7 @@ class Reader:
             use(Picked(env[own], number[own]), values)
             buffers.give_back(next(iter(found.values())))
 
-        chosen = [groups[at] for at in reversed(range(len(groups))) if counts[at]]
+        chosen = filter(has_any, reversed(self.groups))
         in_turn(read, chosen, put, _AT_ONCE, "jaxreplay-restore")
 
     def order_of(self, rows: np.ndarray) -> np.ndarray:
@@ -104,7 +108,7 @@ class Reader:
         of no row, with the group -1."""
         group_of = np.full(self.num_rows + 1, -1, np.int32)
         place_of = np.zeros_like(group_of)
-        for nth, group in enumerate(self._member.groups):
+        for nth, group in enumerate(self.groups):
             env, number = group.rows()
             is_left = number >= self._member.first[env]
             at = (self._before[env] + number)[is_left]
@@ -125,10 +129,8 @@ class Reader:
         groups = {name: group_of[rows] for name, rows in wanted.items()}
         numbers = np.unique([number for own in groups.values() for number in np.unique(own)])
         numbers = [int(number) for number in numbers if number >= 0]
-        for number in numbers[
-            :1
-        ]:  # before memory is taken, since a forged manifest may ask for any
-            self._arrays_of(number)
+        if numbers:  # before memory is taken, since a forged manifest may ask for any
+            self._arrays_of(numbers[0])
         leaves = {name: self.leaves[name] for name in wanted}
         found = {
             name: np.zeros((*wanted[name].shape, *leaf.shape), leaf.stored)
@@ -144,7 +146,7 @@ class Reader:
 
     def _arrays_of(self, number: int) -> dict[str, np.ndarray]:
         """Return the arrays of a group by name, [K, ...] each."""
-        group = self._member.groups[number]
+        group = self.groups[number]
         is_mapped = isinstance(self._store, Folder) and not group.save.is_compressed
         with self._lock:
             held = self._maps if is_mapped else self._kept

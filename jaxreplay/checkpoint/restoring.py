@@ -3,6 +3,7 @@ few chunks of memory."""
 
 import dataclasses
 import functools
+import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -69,21 +70,20 @@ class RestoreRequest(NamedTuple):
     Attributes:
       store: The store to read from.
       processes: The processes that restore together.
-      state_of: Returns a member's state, of its name and a `Reading`.
+      savers: `StateSaver`s of the buffer's members, by name.
       bar: Makes a progress bar from a title and a number of bytes.
       buffer: The buffer.
-      members: Its members by name.
       examples: One env's step, or item, of each.
-      extras: As for `Checkpointer.restore`, as are `step` and `allow_partial`.
+      sharding: As for `Checkpointer.restore`, as are the others.
     """
 
     store: Files
     processes: Processes
-    state_of: Callable[[Any, "Reading"], Any]
+    savers: Mapping[str, Any]
     bar: Callable[..., Any]
     buffer: Any
-    members: Mapping[str, Any]
     examples: Mapping[str, Any]
+    sharding: Any
     extras: Any
     step: int | None
     allow_partial: bool
@@ -111,17 +111,23 @@ def restored(chain: Chain, request: RestoreRequest) -> Restored:
             untried = [one for one in untried if request.step in (None, one.step)]
             if not untried:
                 break
-            look = functools.partial(verifying.damaged_groups, store, untried)
-            damaged = processes.first(look) if is_partial else {}
-            left = [_left(one, damaged) for one in untried]
-            num_left = [
-                sum(int((one.members[name].end - first).sum()) for name, first in own.items())
-                for one, own in zip(untried, left, strict=True)
-            ]
-            at = int(np.argmax(num_left)) if is_partial else 0
-            manifest = untried[at]
+            manifest, damaged = untried[0], {}
+            left = {name: own.first for name, own in manifest.members.items()}
+            if is_partial:
+                sums = {name: own for one in untried for name, own in one.sums().items()}
+                groups = {name: own for name, own in sums.items() if name.startswith("rows/")}
+                look = functools.partial(verifying.problems_of, store, groups)
+                damaged = processes.first(look)
+                of_each = ((one, _left(one, damaged)) for one in untried)
+                manifest, left = max(
+                    of_each,
+                    key=lambda one: sum(
+                        int((one[0].members[name].end - first).sum())
+                        for name, first in one[1].items()
+                    ),
+                )
             try:
-                return _read(request, manifest, left[at], problems, damaged)
+                return _read(request, manifest, left, problems, damaged)
             except CorruptCheckpointError as error:
                 tried[manifest.folder] = f"step {manifest.step}: {error}"
     what, of_step, others = "nothing", "", ""
@@ -177,18 +183,17 @@ def _read(
     # here and below
     with defer_interrupts():
         wanted = extras_of.specs_of(request.extras)
-        check_fits(manifest, request.buffer, request.members, request.examples, wanted, problems)
-        num_bytes = sum(
-            one.memory(request.examples[name]).total for name, one in request.members.items()
-        )
+        members = {name: saver.buffer for name, saver in request.savers.items()}
+        check_fits(manifest, request.buffer, members, request.examples, wanted, problems)
+        num_bytes = sum(one.memory(request.examples[name]).total for name, one in members.items())
     states, title = {}, f"restore {manifest.step}"
     with request.bar(title, num_bytes) as told, request.processes.agreed():
-        for name in request.members:
-            reading = Reading(request.store, manifest, name, left.get(name), told.update)
-            states[name] = request.state_of(name, reading)
-        rest = Rest(request.store, manifest, told.update)
-        extras = extras_of.extras_like(request.extras, rest.arrays([*wanted]).__getitem__)
-        beside = rest.arrays([name for name in manifest.rest if name.startswith(extras_of.BESIDE)])
+        files = CheckpointFiles(request.store, manifest, told.update)
+        for name, saver in request.savers.items():
+            reading = Reading(files, name, left.get(name))
+            states[name] = saver.restored(request.examples[name], reading, request.sharding)
+        extras = extras_of.extras_like(request.extras, files.arrays([*wanted]).__getitem__)
+        beside = files.arrays([name for name in manifest.rest if name.startswith(extras_of.BESIDE)])
     lost = [
         MissingRows(env, int(member.first[env]), int(left[name][env]) - 1, name)
         for name, member in manifest.members.items()
@@ -210,27 +215,23 @@ def _read(
     return Restored(states, extras, beside, manifest, lost)
 
 
-class Rest:
-    """The arrays of a checkpoint beside the rows.
+class CheckpointFiles(NamedTuple):
+    """Files of a checkpoint: its store, its manifest, and what is called with the number of bytes
+    that were read."""
 
-    Args:
-      store: The store to read from.
-      manifest: The checkpoint's manifest.
-      progress: Called with the number of bytes read. Default: nothing is.
-    """
-
-    def __init__(
-        self,
-        store: Files,
-        manifest: Manifest,
-        progress: Callable[[int], Any] = lambda num_bytes: None,
-    ):
-        self._store, self._manifest, self._progress = store, manifest, progress
+    store: Files
+    manifest: Manifest
+    progress: Callable[[int], Any] = lambda num_bytes: None
 
     def pieces(self, names: Iterable[str]) -> Iterator[tuple[Piece, np.ndarray]]:
-        """Read arrays of these names piece by piece, each in order."""
-        wanted, specs = {*names}, self._manifest.specs()
-        for file, sums, pieces in self._manifest.pieces():
+        """Read arrays beside the rows, of these names, piece by piece, each in order."""
+        manifest, wanted, specs = self.manifest, {*names}, self.manifest.specs()
+        files = [*itertools.islice(manifest.rest_files(), len(manifest.files) + 1)]
+        if len(files) != len(manifest.files):
+            raise CorruptCheckpointError(
+                f"{manifest.name}: files, rest: they do not fit each other"
+            )
+        for (file, pieces), sums in zip(files, manifest.files, strict=True):
             if wanted.isdisjoint(piece.name for piece in pieces):
                 continue
             shapes = {}
@@ -239,50 +240,40 @@ class Rest:
                 shapes[piece.name] = Spec(
                     (piece.stop - piece.start, *shape[1:]) if shape else (), dtype
                 )
-            found = bundle.read(self._store, file, sums, self._manifest.is_compressed, shapes)
+            found = bundle.read(self.store, file, sums, manifest.is_compressed, shapes)
             for piece in pieces:
                 if piece.name in wanted:
                     yield piece, found[piece.name]
-                    self._progress(found[piece.name].nbytes)
+                    self.progress(found[piece.name].nbytes)
 
     def arrays(self, names: list[str]) -> dict[str, np.ndarray]:
-        """Read whole arrays, by name."""
-        specs, found = self._manifest.specs(), {}
+        """Read whole arrays beside the rows, by name."""
+        specs = self.manifest.specs()
+        found = {name: np.zeros(*specs[name]) for name in names}
         for piece, values in self.pieces(names):
-            if piece.name not in found:
-                found[piece.name] = np.empty(*specs[piece.name])
             own = found[piece.name]
             own[slice(piece.start, piece.stop) if own.ndim else ...] = values
-        empty = {name: np.zeros(*specs[name]) for name in names if name not in found}
-        return found | empty
+        return found
 
 
 class Reading:
     """Read the rows of a checkpoint into a new state.
 
     Args:
-      store: The store to read from.
-      manifest: The checkpoint's manifest.
+      files: The checkpoint's files.
       name: Name of the member whose rows are read.
       first: int64[E], the number of each stream's oldest row that is read; None for a rollout.
-      progress: Called with the number of bytes read.
+
+    Attributes:
+      end: int64[E], the number of each stream's newest row, plus 1.
     """
 
-    def __init__(
-        self,
-        store: Files,
-        manifest: Manifest,
-        name: str,
-        first: np.ndarray | None,
-        progress: Callable[[int], Any] = lambda num_bytes: None,
-    ):
-        self._store, self._manifest, self._name = store, manifest, name
-        self._progress = progress
-        self._rest = Rest(store, manifest, progress)
+    def __init__(self, files: CheckpointFiles, name: str, first: np.ndarray | None):
+        self._files, self._manifest, self._name = files, files.manifest, name
         if first is not None:
-            self._member: Member = manifest.members[name]
+            self._member: Member = files.manifest.members[name]
             # int64[E]: numbers of the oldest row to read, and of the newest plus 1
-            self._first, self._end = first, self._member.end
+            self._first, self.end = first, self._member.end
             self._is_whole = bool((first == self._member.first).all())
 
     @property
@@ -291,18 +282,12 @@ class Reading:
         if not self._manifest.has_index(self._name):
             return None
         own = in_member(self._name, TOKEN)
-        return self._rest.arrays([own])[own].tobytes().hex()
-
-    @property
-    def end(self) -> np.ndarray:
-        """The number of each stream's newest row, plus 1: int64[E]."""
-        return self._end
+        return self._files.arrays([own])[own].tobytes().hex()
 
     def since(self, first: np.ndarray) -> "Reading":
         """Return the reading of the rows from the numbers int64[E] on."""
-        left = np.minimum(np.maximum(self._first, first), self._end)
-        left = _aligned(self._member, left)
-        return Reading(self._store, self._manifest, self._name, left, self._progress)
+        left = np.minimum(np.maximum(self._first, first), self.end)
+        return Reading(self._files, self._name, _aligned(self._member, left))
 
     def state(self, buffer: Any, example: Any, sharding: Any) -> Any:
         """Return a new state.
@@ -343,7 +328,7 @@ class Reading:
         own = buffer.layout()
         has = lambda counter: in_member(self._name, f"counters.{counter}") in self._manifest.rest
         layout = self._member.layout.layout(
-            num_envs=len(self._end),
+            num_envs=len(self.end),
             length=self._member.length,
             platform=own.platform,
             has_table=has("ordinal"),
@@ -385,42 +370,42 @@ class Reading:
         arrays by name, for rings of a length."""
         kinds = [in_member(self._name, kind) for kind in ("counters.", "sampler.")]
         names = [name for name in self._manifest.rest if name.startswith(tuple(kinds))]
-        found = self._rest.arrays(names)
+        found = self._files.arrays(names)
         counters, numbers = (
             {name.removeprefix(kind): found[name] for name in names if name.startswith(kind)}
             for kind in kinds
         )
         for name, values in counters.items():
-            if values.shape != self._end.shape:
+            if values.shape != self.end.shape:
                 raise CorruptCheckpointError(
                     f"{self._manifest.name}: rest: counters.{name} must have the shape "
-                    f"{self._end.shape}, got {values.shape}"
+                    f"{self.end.shape}, got {values.shape}"
                 )
         span, own = rows.span_of(counters, self._member.length), self._member
         if (span.first != own.first).any() or (span.end != own.end).any():
             raise CorruptCheckpointError(f"{self._manifest.name}: counters do not fit first, end")
         counters |= {
-            "position": ring.position_of(self._end, length),
-            "lap": (self._end // length).astype(np.uint32),
-            "filled": np.minimum(self._end - self._first, length),
+            "position": ring.position_of(self.end, length),
+            "lap": (self.end // length).astype(np.uint32),
+            "filled": np.minimum(self.end - self._first, length),
         }
         if "last_flags" in counters and not self._is_whole:
             last = counters["last_flags"]
             form = self._member.layout.autoreset or None
             cleared = np.asarray(row_flags.after_clear(form, jnp.asarray(last)))
-            is_lost = (self._first == self._end) & (self._member.first < self._end)
+            is_lost = (self._first == self.end) & (self._member.first < self.end)
             counters["last_flags"] = np.where(is_lost, cleared, last)
         return counters, {name: self._placed(values, length) for name, values in numbers.items()}
 
     def _placed(self, values: np.ndarray, length: int) -> np.ndarray:
         """Return numbers of rows, [N], at their places in rings of a length. Others stay."""
-        before, num_envs = self._member.length, len(self._end)
+        before, num_envs = self._member.length, len(self.end)
         is_moved = length != before or not self._is_whole
         if values.shape[:1] != (num_envs * before,) or not is_moved:
             return values
-        filled = np.minimum(self._end - self._first, length)
+        filled = np.minimum(self.end - self._first, length)
         env = np.repeat(np.arange(num_envs), filled)
-        number = self._end[env] - 1 - (np.arange(len(env)) - (np.cumsum(filled) - filled)[env])
+        number = self.end[env] - 1 - (np.arange(len(env)) - (np.cumsum(filled) - filled)[env])
         moved = np.full((num_envs * length, *values.shape[1:]), nothing(values), values.dtype)
         old, new = (rows.rows_at(Picked(env, number), one) for one in (before, length))
         moved[new] = values[old]
@@ -429,7 +414,7 @@ class Reading:
     def _filled(self, state: Any) -> Any:
         """Read a rollout's state into new leaves, which are donated."""
         leaves = dict(named(state))
-        for piece, values in self._rest.pieces(leaves):
+        for piece, values in self._files.pieces(leaves):
             made = rows.put_piece(leaves[piece.name], piece.start, values)
             leaves[piece.name] = jax.block_until_ready(made)
         return jax.tree.unflatten(jax.tree.structure(state), leaves.values())
@@ -447,11 +432,12 @@ class Reading:
         leaves = named(specs)
         if not leaves:
             return stored
-        envs = np.arange(len(self._end))
+        envs = np.arange(len(self.end))
         is_own = (envs >= env) & (envs < (len(envs) if env_stop is None else env_stop))
-        filled = np.where(is_own, np.minimum(self._end - self._first, length), 0)
-        first = self._end - filled
-        most = int(self._member.groups.num_rows().max(initial=1))
+        filled = np.where(is_own, np.minimum(self.end - self._first, length), 0)
+        first = self.end - filled
+        reader = Reader(self._files.store, self._member)
+        most = max((group.num_rows for group in reader.groups), default=1)
 
         def put(picked: Picked, found: dict[str, np.ndarray]) -> None:
             nonlocal stored
@@ -459,9 +445,9 @@ class Reading:
             own = [found[name] for name, _ in leaves]
             values = jax.tree.unflatten(jax.tree.structure(specs), own)
             stored = rows.with_rows(stored, index, values, most)
-            self._progress(sum(leaf.nbytes for leaf in own))
+            self._files.progress(sum(leaf.nbytes for leaf in own))
 
-        Reader(self._store, self._member).parts(first, put)
+        reader.parts(first, put)
         return stored
 
 

@@ -18,7 +18,6 @@ from jaxreplay.buffers.adopt import canonical, stored
 from jaxreplay.checkpoint.bundle import Piece
 from jaxreplay.distributed.parts import Part
 from jaxreplay.storage import ring, stored_arrays
-from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.state import ReplayState
 
 
@@ -62,24 +61,32 @@ def span_of(counters: dict[str, Any], length: int) -> Span:
     return Span(end - np.asarray(counters["filled"]), end)
 
 
-def num_rewritten(layout: Layout) -> int:
-    """Count a stream's newest rows that may still change: a step and its final row, which is taken
-    back if the episode continues."""
-    return 2 if layout.rows_per_step == 2 and not layout.allow_mask else 0
-
-
-def rows_in(part: Part, picked: Picked) -> np.ndarray:
-    """Return the indices of rows of a part: int32[K]."""
-    own = Picked(picked.env - part.env, picked.number)
-    return rows_at(own, part.state.layout.length)
-
-
 def rows_at(picked: Picked, length: int) -> np.ndarray:
     return (picked.env * length + ring.position_of(picked.number, length)).astype(np.int32)
 
 
+def copied(part: Part, picked: Picked, size: int = 1, spare: Any = None) -> tuple[Any, int]:
+    """Copy the rows that a part has of the picked ones.
+
+    Args:
+      part: The part.
+      picked: The rows.
+      size: Rows that the copy has at least; some repeat. It has a power of two of them, so that few
+        programs are compiled. Default: 1.
+      spare: Donated: an earlier copy of as many rows, whose memory may be used again.
+
+    Returns:
+      The copy in plain form, [size, ...], and the number of the rows.
+    """
+    is_own = (picked.env >= part.env) & (picked.env < part.env_stop)
+    own = Picked(picked.env[is_own] - part.env, picked.number[is_own])
+    index = rows_at(own, part.state.layout.length)
+    size = max(size, pow2.power_above(len(index)))
+    return _read(part.state, np.resize(index, size), spare), len(index)
+
+
 @functools.partial(jax.jit, donate_argnums=2, keep_unused=True)
-def read(state: ReplayState, index: jax.Array, spare: Any = None) -> Any:
+def _read(state: ReplayState, index: jax.Array, spare: Any = None) -> Any:
     """Return rows in their plain form.
 
     Args:

@@ -54,7 +54,7 @@ class StateSaver:
           state: The newest state.
           has_copy: Whether the checkpoint has a copy of rows that are in files.
         """
-        return SaveParts(self.buffer, *rows.rows_and_rest(state), Parts.of(state))
+        return SaveParts(*rows.rows_and_rest(state), Parts.of(state))
 
     def restored(self, example: Any, reading: Reading, sharding: Any) -> Any:
         """Return the state of a checkpoint.
@@ -85,7 +85,7 @@ class ShardedSaver(StateSaver):
 
     def split(self, state: Any, has_copy: bool) -> SaveParts:
         parts = self._shards.parts(state)
-        return SaveParts(self.buffer, *self._shards.split(state), parts)
+        return SaveParts(*self._shards.split(state), parts)
 
     def restored(self, example: Any, reading: Reading, sharding: Any) -> Any:
         return self._shards.restored(example, reading)
@@ -101,14 +101,12 @@ class TieredSaver(StateSaver):
         self._tier = tier
 
     def split(self, state: Any, has_copy: bool) -> SaveParts:
-        tier = self._tier
-        token = tier.flush()
+        token = self._tier.flush()
         if token is None or has_copy:
-            whole = tier.whole(state)
-            return SaveParts(tier.whole_buffer, *rows.rows_and_rest(whole), Parts.of(whole))
-        own, rest = rows.rows_and_rest(state)
-        kept = np.frombuffer(bytes.fromhex(token), np.uint8)
-        return SaveParts(tier.index, own, {**rest, TOKEN: kept}, Parts.of(state))
+            return super().split(self._tier.whole(state), has_copy)
+        split = super().split(state, has_copy)
+        split.rest[TOKEN] = np.frombuffer(bytes.fromhex(token), np.uint8)
+        return split
 
     def restored(self, example: Any, reading: Reading, sharding: Any) -> Any:
         tier, token = self._tier, reading.token

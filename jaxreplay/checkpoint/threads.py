@@ -30,73 +30,59 @@ def in_turn(
       num: Number of threads.
       name: Their name.
     """
-    threads, left, num_running = _Threads(function, num, name), iter(calls), 0
+    # The caller's thread waits by C functions alone (`SimpleQueue.get`, `Thread.join`), since a
+    # signal's handler may raise an error there at any time. In the middle of a `Condition`, such as
+    # those of `Future`, it would leave a lock behind that is never released.
+    waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()  # calls; (): there are no more
+    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    errors: list[BaseException] = []  # after the first one, calls are skipped
+
+    def run() -> None:
+        while call := waiting.get():
+            results.put(tried(*call))
+            del call  # frees the argument
+
+    def tried(call: _Call) -> _Result | None:
+        if not errors:
+            try:
+                with transfers.allowed():
+                    return function(call)
+            except BaseException as error:
+                errors.append(error)
+        return None
+
+    def use_next() -> None:
+        found = results.get()
+        if errors:
+            raise errors[0]
+        use(found)
+
+    def end() -> None:
+        """End the threads, even if the wait for them is interrupted."""
+        errors.append(RuntimeError("cancelled"))
+        with defer_interrupts():
+            for _ in threads:
+                waiting.put(())
+        for thread in threads[:num_started]:
+            thread.join()
+
+    threads = [threading.Thread(target=run, name=name) for _ in range(num)]
+    left, num_started, num_running = iter(calls), 0, 0
     try:
         while (call := next(left, None)) is not None:
-            threads.put(call)
+            with defer_interrupts():  # an interrupt here would leave unknown threads
+                for thread in threads[num_started:]:
+                    thread.start()
+                    num_started += 1
+            waiting.put((call,))
             del call  # its memory is freed when its thread has ended it
             num_running += 1
             if num_running == num:
-                use(threads.get())
+                use_next()
                 num_running -= 1
         for _ in range(num_running):
-            use(threads.get())
-        threads.end()
+            use_next()
+        end()
     except BaseException:  # also an interrupt in the middle of the line above
-        threads.end()
+        end()
         raise
-
-
-class _Threads:
-    """Threads that call a function, until it raises an error.
-
-    The caller's thread waits by C functions alone (`SimpleQueue.get`, `Thread.join`), since a
-    signal's handler may raise an error there at any time. In the middle of a `Condition`, such as
-    those of `Future`, it would leave a lock behind that is never released.
-    """
-
-    def __init__(self, function: Callable[[Any], Any], num: int, name: str):
-        self._function = transfers.allows(function)
-        self._error: BaseException | None = None  # the first one
-        self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()  # (): there are no more
-        self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._threads = [threading.Thread(target=self._run, name=name) for _ in range(num)]
-        self._num_started = 0  # `put` starts them: an interrupt here would leave unknown threads
-
-    def put(self, call: Any) -> None:
-        """Let a thread call the function."""
-        with defer_interrupts():
-            for thread in self._threads[self._num_started :]:
-                thread.start()
-                self._num_started += 1
-        self._calls.put((call,))
-
-    def get(self) -> Any:
-        """Wait for the end of a call, and return its result, or raise the first error."""
-        found = self._results.get()
-        if self._error is not None:
-            raise self._error
-        return found
-
-    def end(self) -> None:
-        """Skip further calls, and wait for those that run. The threads end even if the wait is
-        interrupted."""
-        self._error = self._error or RuntimeError("cancelled")
-        with defer_interrupts():
-            for _ in self._threads:
-                self._calls.put(())
-        for thread in self._threads[: self._num_started]:
-            thread.join()
-
-    def _run(self) -> None:
-        while call := self._calls.get():
-            self._results.put(self._try(*call))
-            del call  # frees the argument
-
-    def _try(self, call: Any) -> Any:
-        if self._error is None:
-            try:
-                return self._function(call)
-            except BaseException as error:
-                self._error = self._error or error
-        return None

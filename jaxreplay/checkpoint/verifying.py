@@ -1,13 +1,12 @@
 """Verification: compare stored files with their checksums."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jaxreplay.checkpoint import bundle
 from jaxreplay.checkpoint.bundle import Sums
 from jaxreplay.checkpoint.chain import Chain
 from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
-from jaxreplay.checkpoint.manifest import Manifest
 
 
 class Verified(NamedTuple):
@@ -22,13 +21,7 @@ class Verified(NamedTuple):
     problems: list[str]
 
 
-def _groups(manifest: Manifest) -> dict[str, Sums]:
-    """Return the checksums of the files with rows, by name."""
-    groups = [one for own in manifest.members.values() for one in own.groups]
-    return {one.file: one.sums for one in groups if one.sums is not None}
-
-
-def _problems(
+def problems_of(
     store: Files, files: Mapping[str, Sums], note: Callable[[int], Any] = lambda num_read: None
 ) -> dict[str, str]:
     """Read files. Return the problem of each damaged one, by its name."""
@@ -42,12 +35,6 @@ def _problems(
     return found
 
 
-def damaged_groups(store: Files, manifests: Iterable[Manifest]) -> dict[str, str]:
-    """Read all rows of checkpoints. Return the problem of each damaged file, by its name."""
-    groups = {name: sums for one in manifests for name, sums in _groups(one).items()}
-    return _problems(store, groups)
-
-
 def verified(store: Files, chain: Chain, bar: Callable[..., Any]) -> list[Verified]:
     """Verify each checkpoint, newest first. Files that several share are read once.
 
@@ -56,14 +43,10 @@ def verified(store: Files, chain: Chain, bar: Callable[..., Any]) -> list[Verifi
     """
     while True:
         manifests, unreadable = chain.read()
-        files = {
-            one.folder: {one.file_name(number): sums for number, sums in enumerate(one.files)}
-            | _groups(one)
-            for one in manifests
-        }
+        files = {one.folder: one.sums() for one in manifests}
         every = {name: sums for own in files.values() for name, sums in own.items()}
         with bar("verify", len(every), unit="file") as told:
-            wrong = _problems(store, every, told.update)
+            wrong = problems_of(store, every, told.update)
         found = {
             one.folder: Verified(
                 one.step, [wrong[name] for name in files[one.folder] if name in wrong]

@@ -92,7 +92,8 @@ def sum_of(*given):
 
 
 def saved(path, buffer):
-    return pytest.importorskip("jaxreplay.checkpoint").Checkpointer(path, buffer)._members
+    checkpointer = pytest.importorskip("jaxreplay.checkpoint").Checkpointer(path, buffer)
+    return {name: saver.buffer for name, saver in checkpointer._savers.items()}
 
 
 def sharded(buffer=BUFFER):

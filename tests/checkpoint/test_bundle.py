@@ -159,7 +159,7 @@ def test_a_name_is_created_once(store):
     assert store.create("manifests/1", b"one")
     assert not store.create("manifests/1", b"two")
     assert store.read("manifests/1", 3).tobytes() == b"one"
-    assert store.entries("manifests") == ["1"]
+    assert store.entries("manifests") == ["manifests/1"]
     with refused("manifests/1 has .* bytes, expected at most 2", CorruptCheckpointError):
         store.read("manifests/1", 2)
 

@@ -37,8 +37,8 @@ def where(request, tmp_path):
 
 def check_no_other_rows(checkpointer):
     """Check that there are no rows but those of checkpoints."""
-    named = {name for found in checkpointer._chain.read()[0] for name in found.file_names()}
-    assert {f"rows/{name}" for name in checkpointer._store.entries("rows")} <= named
+    named = {name for found in checkpointer._chain.read()[0] for name in found.sums()}
+    assert {*checkpointer._store.entries("rows")} <= named
 
 
 def check_is_told(checkpointer, act, error, said):
@@ -160,7 +160,8 @@ def test_a_writer_whose_files_are_deleted_is_told_of_the_other(tmp_path, monkeyp
         if once.acquire(blocking=False):
             for step in range(3):
                 other.save(state_of(504, 500), step)
-            kept = {tmp_path / name for name in other._base.file_names()}
+            base = other._base
+            kept = {tmp_path / name for name in (base.name, *base.sums())}
             for path in {*tmp_path.glob("r*/*")} - kept:
                 path.unlink()
         fsync(descriptor)
@@ -241,7 +242,7 @@ def test_a_path_on_which_another_run_began_meanwhile_gets_all_rows_again(where):
         save_run(one, end)
     for kind in ("manifests", "rest", "rows"):
         for name in one._store.entries(kind):
-            one._store.delete(f"{kind}/{name}")
+            one._store.delete(name)
     for end in (504, 505, 506):
         other.save(state_of(end, 500), end)
     save_run(one, 7)
