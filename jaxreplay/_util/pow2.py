@@ -1,7 +1,5 @@
 """Powers of two. Blocks of rows have these sizes, so that few programs are compiled."""
 
-import numpy as np
-
 
 def power_below(number: int) -> int:
     """Return the largest power of two that is at most `number`, and at least 1."""
@@ -11,8 +9,3 @@ def power_below(number: int) -> int:
 def power_above(number: int) -> int:
     """Return the smallest power of two that is at least `number`."""
     return 1 << (max(number, 1) - 1).bit_length()
-
-
-def padded(index: np.ndarray, size: int, fill: int) -> np.ndarray:
-    """Pad row numbers with `fill` to `size` entries."""
-    return np.concatenate([index, np.full(size - len(index), fill, index.dtype)])

@@ -12,11 +12,11 @@ References:
 import collections
 import contextlib
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import google_crc32c
+import jax
 import msgspec
 import numpy as np
 import zstandard
@@ -42,17 +42,6 @@ _MOST_HEADER = 2**26  # bytes
 _MOST_RATIO = 2**15
 
 
-class Spec(NamedTuple):
-    """Shape and dtype of an array."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
 _Sum = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 
 
@@ -72,17 +61,14 @@ class Piece(NamedTuple):
     stop: int
 
 
-class Buffers:
+class Buffers(collections.deque[np.ndarray]):
     """Memory that threads use again: new memory costs as much as reading a file."""
-
-    def __init__(self) -> None:
-        self._free: collections.deque[np.ndarray] = collections.deque()
 
     def take(self, size: int) -> np.ndarray:
         """Return uint8[size] of arbitrary content, aligned so that a CPU backend reads it in
         place."""
         with contextlib.suppress(IndexError):
-            memory = aligned(self._free.popleft())
+            memory = aligned(self.popleft())
             if len(memory) >= size:
                 return memory[:size]
         return aligned_zeros((size,), np.uint8)
@@ -90,7 +76,7 @@ class Buffers:
     def give_back(self, values: np.ndarray) -> None:
         """Give back what `take` returned, or a view of it. Other arrays are ignored."""
         if isinstance(values.base, np.ndarray) and values.base.flags.owndata:
-            self._free.append(values.base)
+            self.append(values.base)
 
 
 def file_name(kind: str, folder: str, number: int, is_compressed: bool) -> str:
@@ -174,7 +160,7 @@ def read(
     name: str,
     sums: Sums,
     is_compressed: bool,
-    wanted: Mapping[str, Spec],
+    wanted: Mapping[str, jax.ShapeDtypeStruct],
     memory: Memory | None = new_memory,
 ) -> dict[str, np.ndarray]:
     """Read arrays of a file.
@@ -192,11 +178,10 @@ def read(
       CorruptCheckpointError: The file is missing or damaged, is not the one written here, or has
         other arrays.
     """
-    num_bytes = sum(spec.nbytes for spec in wanted.values())
+    content = checked(store, name, sums, new_memory if is_compressed else memory)
     if is_compressed:
-        content = _decompressed(name, checked(store, name, sums), num_bytes, memory or new_memory)
-    else:
-        content = checked(store, name, sums, memory)
+        num_bytes = sum(map(nbytes_of, wanted.values()))
+        content = _decompressed(name, content, num_bytes, memory or new_memory)
     begin = 8 + int.from_bytes(content[:8].tobytes(), "little")
     try:
         header = msgspec.json.decode(content[8:begin].tobytes(), type=dict[str, _Entry])
@@ -208,10 +193,10 @@ def read(
             raise CorruptCheckpointError(f"{name} has no array {own}")
         (start, stop), shape = header[own].data_offsets, header[own].shape
         values = content[begin + start : begin + stop] if 0 <= start <= stop else content[:0]
-        if len(values) != spec.nbytes or shape[: len(spec.shape)] != [*spec.shape]:
+        if len(values) != (size := nbytes_of(spec)) or shape[: len(spec.shape)] != [*spec.shape]:
             raise CorruptCheckpointError(
                 f"{name}: {own} has the shape {shape} and {len(values):,} bytes, expected "
-                f"{[*spec.shape]} and {spec.nbytes:,}"
+                f"{[*spec.shape]} and {size:,}"
             )
         found[own] = values.view(spec.dtype).reshape(spec.shape)
     return found
@@ -237,7 +222,11 @@ def _decompressed(name: str, content: np.ndarray, num_bytes: int, memory: Memory
     return values
 
 
-def divided(specs: Mapping[str, Spec], most: int) -> Iterator[list[Piece]]:
+def nbytes_of(spec: jax.ShapeDtypeStruct) -> int:
+    return spec.size * spec.dtype.itemsize
+
+
+def divided(specs: Mapping[str, jax.ShapeDtypeStruct], most: int) -> Iterator[list[Piece]]:
     """Divide arrays among files of at most `most` bytes, or of one row that is larger.
 
     Args:
@@ -250,7 +239,7 @@ def divided(specs: Mapping[str, Spec], most: int) -> Iterator[list[Piece]]:
     pieces, held = [], 0
     for name, spec in specs.items():
         num_rows = spec.shape[0] if spec.shape else 1
-        row_bytes, start = spec.nbytes // max(num_rows, 1), 0
+        row_bytes, start = nbytes_of(spec) // max(num_rows, 1), 0
         while row_bytes and start < num_rows:
             if pieces and held + row_bytes > most:
                 yield pieces

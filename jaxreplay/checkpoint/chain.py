@@ -16,6 +16,7 @@ import secrets
 import socket
 import sys
 import warnings
+import zlib
 from collections.abc import Callable, Collection
 
 from jaxreplay._util.names import printable
@@ -27,7 +28,7 @@ from jaxreplay.checkpoint.files import (
     PathInUseError,
     new_memory,
 )
-from jaxreplay.checkpoint.manifest import Manifest, body_of
+from jaxreplay.checkpoint.manifest import Manifest
 
 _KINDS = ("manifests", "rest", "rows")
 # Files with other names are never deleted.
@@ -59,14 +60,14 @@ class Chain:
 
     def __init__(self, store: Files):
         self._store = store
-        # contents' sizes and first lines, and manifests, by file name
-        self._known: dict[str, tuple[int, bytes, Manifest]] = {}
+        # contents' sizes and checksums, and manifests, by file name
+        self._known: dict[str, tuple[int, int, Manifest]] = {}
         self._found: list[Manifest] = []  # of the last `read` or `commit`, newest first
         # files; None if others may have written since they were listed
         self._listed: set[str] | None = None
         # names of the newest manifest at the last `read`, and of the newest one that this writer
         # continues; "" for none
-        self._newest_read = self._seen = ""
+        self.newest_read = self.seen = ""
         self._asked = ""  # folder of the last checkpoint that the store was asked to commit
 
     def read(self, again: bool = True) -> tuple[list[Manifest], list[str]]:
@@ -90,7 +91,7 @@ class Chain:
             found: dict[int, Manifest] = {}
             problems, is_gone = [], False
             for name in names:
-                _, _, before = known.get(name, (0, b"", None))
+                _, _, before = known.get(name, (0, 0, None))
                 try:
                     manifest = before if found and before else self._manifest(name)
                     if manifest is not before:  # others may be new, too
@@ -104,35 +105,28 @@ class Chain:
             listed, tries = names, tries + 1
             if not is_gone or tries == _TRIES or (names := self._manifests()) == listed:
                 self._known = {name: one for name, one in self._known.items() if name in listed}
-                self._newest_read = max(listed, default="")
-                if self._newest_read < self._seen:
-                    problems.append(f"{self._seen}, written or read here, is gone")
+                self.newest_read = max(listed, default="")
+                if self.newest_read < self.seen:
+                    problems.append(f"{self.seen}, written or read here, is gone")
                 self._found = [*found.values()]
                 return self._found, problems
 
     def _manifest(self, name: str) -> Manifest:
         """Read a manifest's file each time; parse it once."""
         if name in self._known:
-            size, line, manifest = self._known[name]
+            size, checksum, manifest = self._known[name]
             with contextlib.suppress(CorruptCheckpointError):
-                content = self._store.read(name, size, new_memory, True).tobytes()
-                if body_of(name, content) and content.startswith(line):
+                if zlib.crc32(self._store.read(name, size, new_memory, True).data) == checksum:
                     return manifest
-        return self._parsed(name, self._store.read(name, MOST_BYTES).tobytes())
-
-    def _parsed(self, name: str, content: bytes) -> Manifest:
+        content = self._store.read(name, MOST_BYTES).tobytes()
         manifest = Manifest.from_bytes(name, content)
-        self._known[name] = len(content), content[:9], manifest
+        self._known[name] = len(content), zlib.crc32(content), manifest
         return manifest
 
     def _manifests(self) -> list[str]:
         """Return the manifests' names, newest first."""
         names = self._store.entries("manifests")
         return [name for name in reversed(names) if _MANIFEST.fullmatch(name)]
-
-    def follow(self) -> None:
-        """Take the newest manifest of the last `read` for one that the next save continues."""
-        self._seen = self._newest_read
 
     def enter(self, overwrite: bool) -> tuple[str, list[Manifest]]:
         """Begin a save. Return the name of the new checkpoint's folder, and the manifests.
@@ -145,9 +139,9 @@ class Chain:
         """
         found, _ = self.read(False)
         if overwrite:
-            self.follow()
-        self._check_newest(self._seen, self._newest_read)
-        newest = _MANIFEST.fullmatch(self._newest_read)
+            self.seen = self.newest_read
+        self._check_newest(self.seen, self.newest_read)
+        newest = _MANIFEST.fullmatch(self.newest_read)
         return f"{int(newest[1]) + 1 if newest else 1:010}-{secrets.token_hex(4)}", found
 
     def commit(self, manifest: Manifest) -> None:
@@ -167,9 +161,9 @@ class Chain:
                 f"save: the manifest would have {len(content):,} bytes, more than the limit of "
                 f"{MOST_BYTES:,} bytes"
             )
-        self._parsed(name, content)
+        self._known[name] = len(content), zlib.crc32(content), Manifest.from_bytes(name, content)
         if missing := self._store.missing(manifest.sums()):
-            self._check_newest(self._newest_read)  # one that was faster may have deleted it
+            self._check_newest(self.newest_read)  # one that was faster may have deleted it
             raise OSError(
                 errno.ENOENT,
                 f"{missing[0]} is missing: {self._store.name} was deleted, or replaced, while it "
@@ -185,13 +179,13 @@ class Chain:
         # The answer to a request may be lost: it is this writer's, if its content is.
         is_own = found == content
         try:
-            self._check_newest(name if is_own else self._newest_read)
+            self._check_newest(name if is_own else self.newest_read)
         except PathInUseError:
             if is_own:  # the number of a checkpoint that the other one has deleted
                 self._store.delete(name)
                 self._asked = ""
             raise
-        self._seen = name
+        self.seen = name
         self._found = [manifest, *(one for one in self._found if one.step != manifest.step)]
 
     def _check_newest(self, last: str, newest: str | None = None) -> None:
@@ -207,7 +201,7 @@ class Chain:
             with contextlib.suppress(CorruptCheckpointError):
                 manifest = self._manifest(newest)
                 if manifest.folder == self._asked:  # whose answer was lost
-                    self._seen = newest
+                    self.seen = newest
                     return
                 writer = manifest.writer
             raise _held_by(self._store.name, writer)

@@ -1,10 +1,10 @@
 """`Checkpointer`: incremental saves of one run, and restores."""
 
 import collections
+import functools
 import json
 import operator
 import os
-import sys
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -276,7 +276,8 @@ class Checkpointer:
         delete checkpoints that are not kept."""
         manifest = plan.manifest
         with defer_interrupts():
-            bar = self._bar(f"save {manifest.step}", plan.num_bytes // self._processes.num)
+            total = plan.num_bytes // self._processes.num
+            bar = self._bar(desc=f"save {manifest.step}", total=total)
         own = written(self._store, self._level, bar, self._files(plan, splits))
         for one in self._processes.told(own):
             own |= one
@@ -379,7 +380,7 @@ class Checkpointer:
         self._base, self.step = found.manifest, found.manifest.step
         self.found_beside = found.beside
         self.metadata, self.missing_rows = found.manifest.metadata, found.lost
-        self._chain.follow()
+        self._chain.seen = self._chain.newest_read
         self._overwrite = False  # the next save goes on from what was restored
         states = found.states.get("", found.states)
         return states if extras is None else (states, found.extras)
@@ -394,15 +395,10 @@ class Checkpointer:
 
 
 def bars(is_shown: bool | None) -> Any:
-    """Return a function of a title, a total and a unit that makes a progress bar.
+    """Return a function that makes a progress bar from `desc` and `total`, in bytes.
 
     Args:
       is_shown: Whether to show the bar, or None to show it only if stderr is a terminal.
     """
-
-    def bar(title: str, total: int, unit: str = "B") -> "tqdm[Any]":
-        is_hidden = None if is_shown is None else not is_shown
-        options = {"unit_scale": True, "disable": is_hidden, "file": sys.stderr}
-        return tqdm(total=total, desc=title, unit=unit, **options)
-
-    return bar
+    is_hidden = None if is_shown is None else not is_shown
+    return functools.partial(tqdm, unit="B", unit_scale=True, disable=is_hidden)

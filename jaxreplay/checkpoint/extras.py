@@ -12,11 +12,6 @@ BESIDE = "beside."  # begins the names of a replay's own arrays
 ANY_BYTES = "uint8[any number]"  # the text of bytes, whose number may differ
 
 
-def is_extra(name: str) -> bool:
-    """Return whether a saved array is one of the extras; "extras/..." is of a mixture's member."""
-    return name.startswith("extras") and not name.startswith("extras/")
-
-
 def leaves_of(extras: Any) -> dict[str, Any]:
     """Return the arrays of extras by name, as they are saved.
 

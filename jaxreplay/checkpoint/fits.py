@@ -7,11 +7,12 @@ from typing import Any
 import jax
 
 from jaxreplay._util.names import description, named, printable, spec_text
-from jaxreplay.buffers.adopt import are_alike
+from jaxreplay.buffers.adopt import are_alike, stored
 from jaxreplay.checkpoint import rows
-from jaxreplay.checkpoint.extras import ANY_BYTES, is_extra
+from jaxreplay.checkpoint.extras import ANY_BYTES
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.storage import stored_arrays
+from jaxreplay.storage.state import ReplayState
 from jaxreplay.storage.stored_arrays import HostArray
 
 
@@ -38,28 +39,26 @@ def check_fits(
     """
     lines, with_rows = [], set()
     for name, own in members.items():
-        init = lambda own=own, name=name: rows.rows_and_rest(own.init(examples[name]))
-        own_rows, own_rest = jax.eval_shape(init)
-        stored = manifest.members.get(name)
-        if own_rows:
-            with_rows.add(name)
-        if not own_rows:  # a rollout has none: its state is restored as it is
-            expected = {name: spec_text(leaf) for name, leaf in named(own_rest)}
+        state = jax.eval_shape(lambda own=own, name=name: own.init(examples[name]))
+        if not isinstance(state, ReplayState):  # a rollout's, which is restored as it is
+            expected = {name: spec_text(leaf) for name, leaf in named(state)}
             got = {name: text for name, text in manifest.rest.items() if name in expected}
             lines += _differences(got, expected)
-        elif stored is not None:
-            is_elsewhere = manifest.has_index(name)
+            continue
+        with_rows.add(name)
+        if (member := manifest.members.get(name)) is not None:
+            own_rows, is_elsewhere = stored(state), manifest.has_index(name)
             leaves = named(own_rows, is_leaf=stored_arrays.is_compound)
             if is_elsewhere and any(isinstance(leaf, HostArray) for _, leaf in leaves):
                 leaves = rows.leaves_of(own_rows)
             expected = {own: spec_text(leaf, 1) for own, leaf in leaves}
             lines += [
                 f"{name}{':' * bool(name)} {line}".strip()
-                for line in _differences(stored.rows, expected)
+                for line in _differences(member.rows, expected)
             ]
             if is_elsewhere and lines:
                 lines.append("its rows are in files: restore it with the buffer that has them")
-            form = stored.layout.autoreset or None
+            form = member.layout.autoreset or None
             if not are_alike(form, own.autoreset):
                 lines.append(f"autoreset: stored {form!r}, expected {own.autoreset!r}")
     if lines or {*manifest.members} != with_rows:
@@ -67,6 +66,8 @@ def check_fits(
         if not lines:
             what = f"has the members {', '.join(map(repr, manifest.members)) or 'of a rollout'}:"
         _refuse(manifest, buffer, [what, *lines], problems)
+    # "extras/..." is of a mixture's member
+    is_extra = lambda name: name.startswith("extras") and not name.startswith("extras/")
     got = {name: text for name, text in manifest.rest.items() if is_extra(name)}
     for name, text in extras.items():
         if text == ANY_BYTES and re.fullmatch(r"uint8\[[0-9]+\]", got.get(name, "")):

@@ -91,9 +91,13 @@ class Folder(Files):
     ) -> np.ndarray:
         del has_size
         try:
-            path = f"{self.name}/{name}"
-            with open(path, "rb", buffering=0, opener=regular) as file:
-                if (size := os.fstat(file.fileno()).st_size) > most:
+            # what is no file, such as a named pipe, is not waited for
+            opener = lambda path, flags: os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+            with open(f"{self.name}/{name}", "rb", buffering=0, opener=opener) as file:
+                kind, size = (found := os.fstat(file.fileno())).st_mode, found.st_size
+                if not stat.S_ISREG(kind):
+                    raise CorruptCheckpointError(f"{name} is no regular file")
+                if size > most:
                     raise CorruptCheckpointError(
                         f"{name} has {size:,} bytes, expected at most {most:,}"
                     )
@@ -127,17 +131,6 @@ class Folder(Files):
             with contextlib.suppress(FileNotFoundError):  # another process deletes it, too
                 shutil.rmtree(path)
         path.unlink(missing_ok=True)
-
-
-def regular(path: str, flags: int) -> int:
-    """Open a file, as `os.open` does. Raises a CorruptCheckpointError for what would be waited for,
-    such as a named pipe."""
-    file = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-    kind = os.fstat(file).st_mode
-    if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):  # the caller refuses a folder
-        os.close(file)
-        raise CorruptCheckpointError(f"{path} is no regular file")
-    return file
 
 
 def _begin_to_write_out(file: io.FileIO) -> None:

@@ -7,7 +7,7 @@ hold stream after stream, and each stream's oldest row first.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -125,53 +125,6 @@ def columns_of(groups: Iterable[Group]) -> tuple[list[Save], np.ndarray]:
         for one in groups
     ]
     return [*saves], np.array(columns, np.int64).reshape(-1, NUM_COLUMNS)
-
-
-def groups_of(saves: Sequence[Save], columns: np.ndarray) -> list[Group]:
-    """Return the groups of what `columns_of` returns. A list takes some hundred bytes for each."""
-    return [
-        Group._make((saves[save], *numbers[:6], Sums._make(numbers[6:])))
-        for save, *numbers in columns.tolist()
-    ]
-
-
-def check_groups(
-    saves: Sequence[Save], columns: np.ndarray, first: np.ndarray, end: np.ndarray
-) -> None:
-    """Check that groups can be, each row is in one, and they are in the order of their rows.
-
-    Args:
-      saves: As `columns_of` returns them.
-      columns: The same.
-      first: int64[E], the number of each stream's oldest row.
-      end: int64[E], one more than the number of its newest row.
-
-    Raises:
-      CorruptCheckpointError: Groups overlap, are out of order, have rows past `end`, or lack rows.
-    """
-    save, number, start, stop, env, env_stop, stamp, raw, _, stored = columns.T
-    lengths = np.array([*(one.length for one in saves), 0])
-    is_possible = (start < stop) & (stop <= lengths[np.minimum(save, len(saves))])
-    is_possible &= (number < 10**6) & (env < env_stop) & (env_stop <= len(end))
-    is_possible &= (raw < 2**32) & (stored < 2**32) & (stamp < 2**32)
-    if not is_possible.all():
-        raise CorruptCheckpointError(
-            f"group {int(np.argmin(is_possible))} has rows that cannot exist"
-        )
-    missing = int((end - first).sum())
-    for group in reversed(groups_of(saves, columns)):
-        low, high = group.range()
-        is_row = low < high
-        if (is_row & (high > end)).any():
-            raise CorruptCheckpointError(
-                f"{group.file} has rows of a later group, or rows that the checkpoint does not have"
-            )
-        end = np.where(is_row, low, end)
-        missing -= int(np.maximum(high - np.maximum(low, first), 0).sum())
-    if missing:
-        raise CorruptCheckpointError(
-            f"{missing:,} rows of the checkpoint are in none of its groups"
-        )
 
 
 def cut(save: Save, most: int, envs: slice, num_rewritten: int = 0) -> Iterator[Group]:

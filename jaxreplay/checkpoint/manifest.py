@@ -5,30 +5,23 @@ forged.
 """
 
 import json
-import re
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
 from msgspec import Meta
 
+from jaxreplay._util import names
 from jaxreplay._util.aliases import Autoreset
 from jaxreplay._util.names import printable
 from jaxreplay.checkpoint import bundle
-from jaxreplay.checkpoint.bundle import Piece, Spec, Sums
+from jaxreplay.checkpoint.bundle import Piece, Sums
 from jaxreplay.checkpoint.files import CorruptCheckpointError
-from jaxreplay.checkpoint.groups import (
-    NUM_COLUMNS,
-    Folder,
-    Group,
-    Length,
-    Save,
-    check_groups,
-    groups_of,
-)
+from jaxreplay.checkpoint.groups import NUM_COLUMNS, Folder, Group, Length, Save
 from jaxreplay.storage import stored_arrays
 from jaxreplay.storage.layout import Layout, Window
 
@@ -37,8 +30,7 @@ FORMAT = 12  # of the files, and of the meaning of a state's leaves
 TOKEN = "token"
 STEPS = -(2**63), 2**63 - 1  # the smallest and the largest step
 MOST_DEPTH = 100  # nested dicts and lists of metadata
-_SPEC = re.compile(r"([a-z][a-z0-9_]{0,30})\[([0-9]{1,12}(?:, [0-9]{1,12}){0,60})?\]")
-_MOST_BYTES = 2**50  # of a row or an array
+_MOST_BYTES, _MOST_AXES = 2**50, 60  # of a row or an array
 # Largest number of streams * saves, which have two numbers each, of a member.
 MOST_NUMBERS = 2**21
 
@@ -125,41 +117,80 @@ class Member(msgspec.Struct, eq=False, forbid_unknown_fields=True):
 
     @property
     def groups(self) -> list[Group]:
-        """Its groups: each row is in one; a stream's older rows are in earlier groups."""
-        return groups_of(self.saves, self.columns)
+        """Its groups: each row is in one; a stream's older rows are in earlier groups. A list takes
+        some hundred bytes for each."""
+        return [
+            Group._make((self.saves[save], *numbers[:6], Sums._make(numbers[6:])))
+            for save, *numbers in self.columns.tolist()
+        ]
 
     def check(self) -> None:
-        """Check fields that were read, and put arrays into their shapes. Raises a
-        CorruptCheckpointError if they are impossible."""
+        """Check fields that were read, and put arrays into their shapes. Groups can be, each row is
+        in one, and they are in the order of their rows.
+
+        Raises:
+          CorruptCheckpointError: Fields are impossible. Groups overlap, are out of order, have rows
+            past `end`, or lack rows.
+        """
         for name, text in self.rows.items():
             spec_of(f"rows: {name}", text)
         num_envs = len(self.end)
         if len(self.saves) * num_envs > MOST_NUMBERS:
             raise CorruptCheckpointError("saves: more than can be written")
-        _check_rows("first, end", self.length, self.first, self.end)
+        spans = [("first, end", self.length, self.first, self.end)]
         for at, one in enumerate(self.saves):
+            where = f"saves[{at}]: since, end"
             if {len(one.since), len(one.end)} - {1, num_envs}:
-                raise CorruptCheckpointError(
-                    f"saves[{at}]: since, end: expected one number, or {num_envs}"
-                )
+                raise CorruptCheckpointError(f"{where}: expected one number, or {num_envs}")
             one.since, one.end, _ = np.broadcast_arrays(one.since, one.end, self.end)
-            _check_rows(f"saves[{at}]: since, end", one.length, one.since, one.end)
+            spans.append((where, one.length, one.since, one.end))
+        for where, length, first, end in spans:
+            if len(first) != len(end) or (first > end).any() or (end - first > length).any():
+                raise CorruptCheckpointError(
+                    f"{where}: impossible for streams with a length of {length}"
+                )
         count = len(self.columns)
         if count // NUM_COLUMNS * NUM_COLUMNS != count:
             raise CorruptCheckpointError(f"{count} numbers are no groups")
         self.columns = self.columns.reshape(-1, NUM_COLUMNS)
-        check_groups(self.saves, self.columns, self.first, self.end)
+        save, number, start, stop, env, env_stop, stamp, raw, _, stored = self.columns.T
+        lengths = np.array([*(one.length for one in self.saves), 0])
+        is_possible = (start < stop) & (stop <= lengths[np.minimum(save, len(self.saves))])
+        is_possible &= (number < 10**6) & (env < env_stop) & (env_stop <= num_envs)
+        is_possible &= (raw < 2**32) & (stored < 2**32) & (stamp < 2**32)
+        if not is_possible.all():
+            at = int(np.argmin(is_possible))
+            raise CorruptCheckpointError(f"group {at} has rows that cannot exist")
+        self.check_groups()
+
+    def check_groups(self) -> None:
+        """Check that each row is in one group, and that these are in the order of their rows."""
+        missing, end = int((self.end - self.first).sum()), self.end
+        for group in reversed(self.groups):
+            low, high = group.range()
+            is_row = low < high
+            if (is_row & (high > end)).any():
+                raise CorruptCheckpointError(
+                    f"{group.file} has rows of a later group, or rows that the checkpoint does not "
+                    "have"
+                )
+            end = np.where(is_row, low, end)
+            missing -= int(np.maximum(high - np.maximum(low, self.first), 0).sum())
+        if missing:
+            raise CorruptCheckpointError(
+                f"{missing:,} rows of the checkpoint are in none of its groups"
+            )
 
     @property
     def leaves(self) -> list[Leaf]:
         """Leaves of the rows."""
         found = []
         for name, text in self.rows.items():
-            shape, dtype = spec_of(name, text)
-            bits = stored_arrays.carrier(dtype) if name.startswith("steps") else None
-            stored = dtype if bits is None else np.dtype(bits)
+            spec = spec_of(name, text)
+            bits = stored_arrays.carrier(spec.dtype) if name.startswith("steps") else None
+            stored = spec.dtype if bits is None else np.dtype(bits)
             array = name if bits is None else f"{name}.bits"
-            found.append(Leaf(name, array, stored, dtype, shape))
+            found.append(Leaf(name, array, stored, spec.dtype, spec.shape))
         return found
 
 
@@ -195,7 +226,7 @@ class Manifest(msgspec.Struct, eq=False, forbid_unknown_fields=True, kw_only=Tru
         """Return whether the member's rows are in files elsewhere."""
         return in_member(member, TOKEN) in self.rest
 
-    def specs(self) -> dict[str, Spec]:
+    def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shapes and dtypes of the arrays beside the rows."""
         return {name: spec_of(name, text) for name, text in self.rest.items()}
 
@@ -233,7 +264,9 @@ class Manifest(msgspec.Struct, eq=False, forbid_unknown_fields=True, kw_only=Tru
           CorruptCheckpointError: The file is damaged or a field is invalid; the text names both.
           ValueError: The file has another format.
         """
-        body = body_of(name, content)
+        body = memoryview(content)[9:]
+        if content[:9] != f"{zlib.crc32(body):08x}\n".encode():
+            raise CorruptCheckpointError(f"{name} is not as it was written")
         try:
             head = msgspec.json.decode(body, type=_Head)
             if head.format == FORMAT:
@@ -268,30 +301,16 @@ def _listed(array: np.ndarray) -> list[int]:
     return array[: 1 if array.strides == (0,) else None].ravel().tolist()
 
 
-def body_of(name: str, content: bytes) -> memoryview:
-    """Return what follows the checksum of a manifest, its first line. Raises a
-    CorruptCheckpointError if the file is damaged."""
-    body = memoryview(content)[9:]
-    if content[:9] != f"{zlib.crc32(body):08x}\n".encode():
-        raise CorruptCheckpointError(f"{name} is not as it was written")
-    return body
-
-
-def spec_of(where: str, text: str) -> Spec:
-    """Return the shape and the dtype of a text such as `uint8[84, 84]`."""
-    if (found := _SPEC.fullmatch(text)) is None:
-        raise CorruptCheckpointError(
-            f"{where}: expected a dtype and a shape, such as float32[3, 2], got {text[:60]}"
-        )
-    shape = tuple(int(size) for size in (found[2] or "").split(", ") if size)
+def spec_of(where: str, text: str) -> jax.ShapeDtypeStruct:
+    """Return the shape and the dtype of a text such as `uint8[84, 84]`. Raises a
+    CorruptCheckpointError if no array can have them."""
     try:
-        dtype = np.dtype(jnp.dtype(found[1]))
-    except TypeError:
-        raise CorruptCheckpointError(f"{where}: there is no dtype {found[1]}") from None
-    if not jnp.issubdtype(dtype, np.number) and dtype != np.bool_:
-        raise CorruptCheckpointError(f"{where}: {found[1]} is no numeric dtype")
-    spec = Spec(shape, dtype)
-    if spec.nbytes > _MOST_BYTES:
+        spec = names.spec_of(text)
+    except (TypeError, ValueError) as error:
+        raise CorruptCheckpointError(f"{where}: {error}") from None
+    if not jnp.issubdtype(spec.dtype, np.number) and spec.dtype != np.bool_:
+        raise CorruptCheckpointError(f"{where}: {spec.dtype} is no numeric dtype")
+    if bundle.nbytes_of(spec) > _MOST_BYTES or len(spec.shape) > _MOST_AXES:
         raise CorruptCheckpointError(f"{where}: {text} is larger than an array can be")
     return spec
 
@@ -309,9 +328,3 @@ def check_depth(value: Any) -> None:
         if not level:
             return
     raise ValueError(f"nested more than {MOST_DEPTH} deep")
-
-
-def _check_rows(where: str, length: int, first: np.ndarray, end: np.ndarray) -> None:
-    """Check that rings of a length can have the rows `first` to `end - 1`, int64[E] both."""
-    if len(first) != len(end) or (first > end).any() or (end - first > length).any():
-        raise CorruptCheckpointError(f"{where}: impossible for streams with a length of {length}")

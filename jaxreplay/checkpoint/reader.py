@@ -4,10 +4,10 @@ import functools
 import threading
 from collections.abc import Callable, Mapping
 
+import jax
 import numpy as np
 
 from jaxreplay.checkpoint import bundle
-from jaxreplay.checkpoint.bundle import Spec
 from jaxreplay.checkpoint.files import Files, Memory
 from jaxreplay.checkpoint.folder import Folder
 from jaxreplay.checkpoint.groups import Group
@@ -52,27 +52,28 @@ class Reader:
         """
         assert group.sums is not None
         whole = {
-            leaf.array: Spec((group.num_rows, *leaf.shape), leaf.stored)
+            leaf.array: jax.ShapeDtypeStruct((group.num_rows, *leaf.shape), leaf.stored)
             for leaf in self.leaves.values()
         }
         of_save = group.save.is_compressed
         return bundle.read(self._store, group.file, group.sums, of_save, whole, memory)
 
     def parts(
-        self, since: np.ndarray, use: Callable[[Picked, dict[str, np.ndarray]], None]
+        self, since: np.ndarray, use: Callable[[Picked, dict[str, np.ndarray], int], None]
     ) -> None:
         """Read rows, a group at a time, the newest first; the next one is read meanwhile.
 
         Args:
           since: int64[E], the number of each stream's oldest row that is read.
-          use: Gets the K rows of a group, and `[K, ...]` of each array by name, which may be
-            overwritten afterwards.
+          use: Gets the K rows of a group; `[K, ...]` of each array by name, which may be
+            overwritten afterwards; and the largest K that there may be.
         """
-        buffers = bundle.Buffers()
-
-        def has_any(group: Group) -> bool:
+        chosen, buffers, most = [], bundle.Buffers(), 0
+        for group in reversed(self.groups):
             low, high = group.range()
-            return bool((np.maximum(low, since) < high).any())
+            if (np.maximum(low, since) < high).any():
+                chosen.append(group)
+                most = max(most, int((high - low).sum()))
 
         def read(group: Group) -> tuple[Group, dict[str, np.ndarray]]:
             return group, self.read(group, buffers.take)
@@ -82,10 +83,9 @@ class Reader:
             own = number >= since[env]
             is_whole = bool(own.all())
             values = found if is_whole else {name: leaf[own] for name, leaf in found.items()}
-            use(Picked(env[own], number[own]), values)
+            use(Picked(env[own], number[own]), values, most)
             buffers.give_back(next(iter(found.values())))
 
-        chosen = filter(has_any, reversed(self.groups))
         in_turn(read, chosen, put, _AT_ONCE, "jaxreplay-restore")
 
     def order_of(self, rows: np.ndarray) -> np.ndarray:

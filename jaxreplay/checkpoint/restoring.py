@@ -20,7 +20,7 @@ from jaxreplay.buffers.adopt import nothing
 from jaxreplay.buffers.jitted import rebuild
 from jaxreplay.buffers.state_checks import example_of
 from jaxreplay.checkpoint import bundle, extras as extras_of, rows, verifying
-from jaxreplay.checkpoint.bundle import Piece, Spec
+from jaxreplay.checkpoint.bundle import Piece
 from jaxreplay.checkpoint.chain import Chain
 from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
 from jaxreplay.checkpoint.fits import check_fits
@@ -71,7 +71,7 @@ class RestoreRequest(NamedTuple):
       store: The store to read from.
       processes: The processes that restore together.
       savers: `StateSaver`s of the buffer's members, by name.
-      bar: Makes a progress bar from a title and a number of bytes.
+      bar: Makes a progress bar from `desc` and `total`, in bytes.
       buffer: The buffer.
       examples: One env's step, or item, of each.
       sharding: As for `Checkpointer.restore`, as are the others.
@@ -187,7 +187,7 @@ def _read(
         check_fits(manifest, request.buffer, members, request.examples, wanted, problems)
         num_bytes = sum(one.memory(request.examples[name]).total for name, one in members.items())
     states, title = {}, f"restore {manifest.step}"
-    with request.bar(title, num_bytes) as told, request.processes.agreed():
+    with request.bar(desc=title, total=num_bytes) as told, request.processes.agreed():
         files = CheckpointFiles(request.store, manifest, told.update)
         for name, saver in request.savers.items():
             reading = Reading(files, name, left.get(name))
@@ -234,13 +234,12 @@ class CheckpointFiles(NamedTuple):
         for (file, pieces), sums in zip(files, manifest.files, strict=True):
             if wanted.isdisjoint(piece.name for piece in pieces):
                 continue
-            shapes = {}
-            for piece in pieces:
-                shape, dtype = specs[piece.name]
-                shapes[piece.name] = Spec(
-                    (piece.stop - piece.start, *shape[1:]) if shape else (), dtype
-                )
-            found = bundle.read(self.store, file, sums, manifest.is_compressed, shapes)
+            own = {}
+            for name, start, stop in pieces:
+                spec = specs[name]
+                shape = (stop - start, *spec.shape[1:]) if spec.shape else ()
+                own[name] = jax.ShapeDtypeStruct(shape, spec.dtype)
+            found = bundle.read(self.store, file, sums, manifest.is_compressed, own)
             for piece in pieces:
                 if piece.name in wanted:
                     yield piece, found[piece.name]
@@ -249,7 +248,7 @@ class CheckpointFiles(NamedTuple):
     def arrays(self, names: list[str]) -> dict[str, np.ndarray]:
         """Read whole arrays beside the rows, by name."""
         specs = self.manifest.specs()
-        found = {name: np.zeros(*specs[name]) for name in names}
+        found = {name: np.zeros(specs[name].shape, specs[name].dtype) for name in names}
         for piece, values in self.pieces(names):
             own = found[piece.name]
             own[slice(piece.start, piece.stop) if own.ndim else ...] = values
@@ -436,10 +435,8 @@ class Reading:
         is_own = (envs >= env) & (envs < (len(envs) if env_stop is None else env_stop))
         filled = np.where(is_own, np.minimum(self.end - self._first, length), 0)
         first = self.end - filled
-        reader = Reader(self._files.store, self._member)
-        most = max((group.num_rows for group in reader.groups), default=1)
 
-        def put(picked: Picked, found: dict[str, np.ndarray]) -> None:
+        def put(picked: Picked, found: dict[str, np.ndarray], most: int) -> None:
             nonlocal stored
             index = rows.rows_at(picked._replace(env=picked.env - env), length)
             own = [found[name] for name, _ in leaves]
@@ -447,7 +444,7 @@ class Reading:
             stored = rows.with_rows(stored, index, values, most)
             self._files.progress(sum(leaf.nbytes for leaf in own))
 
-        reader.parts(first, put)
+        Reader(self._files.store, self._member).parts(first, put)
         return stored
 
 

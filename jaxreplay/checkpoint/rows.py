@@ -14,7 +14,8 @@ import numpy as np
 
 from jaxreplay._util import pow2
 from jaxreplay._util.names import named
-from jaxreplay.buffers.adopt import canonical, stored
+from jaxreplay._util.signals import defer_interrupts
+from jaxreplay.buffers.adopt import stored
 from jaxreplay.checkpoint.bundle import Piece
 from jaxreplay.distributed.parts import Part
 from jaxreplay.storage import ring, stored_arrays
@@ -33,14 +34,6 @@ class Picked(NamedTuple):
 
     env: np.ndarray
     number: np.ndarray
-
-
-def rows_and_rest(state: Any) -> tuple[Any, Any]:
-    """Split a state into its rows, which do not change once written, and the rest, which is small
-    or derived. Only a `ReplayState` has rows."""
-    if not isinstance(state, ReplayState):
-        return {}, state
-    return stored(state), canonical(state)
 
 
 def leaves_of(stored: Any) -> list[tuple[str, Any]]:
@@ -82,7 +75,8 @@ def copied(part: Part, picked: Picked, size: int = 1, spare: Any = None) -> tupl
     own = Picked(picked.env[is_own] - part.env, picked.number[is_own])
     index = rows_at(own, part.state.layout.length)
     size = max(size, pow2.power_above(len(index)))
-    return _read(part.state, np.resize(index, size), spare), len(index)
+    with defer_interrupts():  # JAX would report one during its comparison of layouts as an error
+        return _read(part.state, np.resize(index, size), spare), len(index)
 
 
 @functools.partial(jax.jit, donate_argnums=2, keep_unused=True)
@@ -126,7 +120,8 @@ def with_rows(rows: Any, index: np.ndarray, values: Any, most: int) -> Any:
     if size > len(index):
         values = jax.tree.map(lambda leaf: np.resize(leaf, (size, *leaf.shape[1:])), values)
     # rows past the end are dropped
-    places = pow2.padded(index, size, len(jax.tree.leaves(rows)[0]))
+    end = len(jax.tree.leaves(rows)[0])
+    places = np.pad(index, (0, size - len(index)), constant_values=end)
     return jax.block_until_ready(_in_place(stored_arrays.write_plain, rows, places, values))
 
 

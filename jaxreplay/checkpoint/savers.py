@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxreplay._util.signals import defer_interrupts
+from jaxreplay.buffers.adopt import canonical, stored
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import check_state
 from jaxreplay.buffers.tiered import Tiered
-from jaxreplay.checkpoint import rows
 from jaxreplay.checkpoint.manifest import TOKEN
 from jaxreplay.checkpoint.planning import SaveParts
 from jaxreplay.checkpoint.restoring import Reading
@@ -42,10 +43,12 @@ class StateSaver:
 
     def check(self, where: str, state: Any) -> None:
         """Raise a ValueError if a state is not of the buffer."""
-        if isinstance(self.buffer, ReplayBuffer):
-            check_state(where, self.buffer, state)
-        else:
-            self.buffer.steps(state)  # raises the same error
+        # JAX would report an interrupt during its comparison of layouts as an error, here and below
+        with defer_interrupts():
+            if isinstance(self.buffer, ReplayBuffer):
+                check_state(where, self.buffer, state)
+            else:
+                self.buffer.steps(state)  # raises the same error
 
     def split(self, state: Any, has_copy: bool) -> SaveParts:
         """Divide a state into what a checkpoint has of it.
@@ -54,7 +57,10 @@ class StateSaver:
           state: The newest state.
           has_copy: Whether the checkpoint has a copy of rows that are in files.
         """
-        return SaveParts(*rows.rows_and_rest(state), Parts.of(state))
+        if isinstance(state, ReplayState):
+            with defer_interrupts():
+                return SaveParts(stored(state), canonical(state), Parts.of(state))
+        return SaveParts({}, state, Parts.of(state))  # a rollout, all of whose rows are new
 
     def restored(self, example: Any, reading: Reading, sharding: Any) -> Any:
         """Return the state of a checkpoint.

@@ -51,12 +51,6 @@ def in_turn(
                 errors.append(error)
         return None
 
-    def use_next() -> None:
-        found = results.get()
-        if errors:
-            raise errors[0]
-        use(found)
-
     def end() -> None:
         """End the threads, even if the wait for them is interrupted."""
         errors.append(RuntimeError("cancelled"))
@@ -69,19 +63,24 @@ def in_turn(
     threads = [threading.Thread(target=run, name=name) for _ in range(num)]
     left, num_started, num_running = iter(calls), 0, 0
     try:
-        while (call := next(left, None)) is not None:
-            with defer_interrupts():  # an interrupt here would leave unknown threads
-                for thread in threads[num_started:]:
-                    thread.start()
-                    num_started += 1
-            waiting.put((call,))
-            del call  # its memory is freed when its thread has ended it
-            num_running += 1
-            if num_running == num:
-                use_next()
+        while True:
+            if num_running < num and (call := next(left, None)) is not None:
+                with defer_interrupts():  # an interrupt here would leave unknown threads
+                    for thread in threads[num_started:]:
+                        thread.start()
+                        num_started += 1
+                waiting.put((call,))
+                del call  # its memory is freed when its thread has ended it
+                num_running += 1
+            elif num_running:
+                found = results.get()
+                if errors:
+                    raise errors[0]
+                use(found)
+                del found
                 num_running -= 1
-        for _ in range(num_running):
-            use_next()
+            else:
+                break
         end()
     except BaseException:  # also an interrupt in the middle of the line above
         end()

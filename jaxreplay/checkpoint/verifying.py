@@ -39,13 +39,13 @@ def verified(store: Files, chain: Chain, bar: Callable[..., Any]) -> list[Verifi
     """Verify each checkpoint, newest first. Files that several share are read once.
 
     Args:
-      bar: Makes a progress bar from a title, a total and a unit.
+      bar: Makes a progress bar, as the function that `checkpointer.bars` returns.
     """
     while True:
         manifests, unreadable = chain.read()
         files = {one.folder: one.sums() for one in manifests}
         every = {name: sums for own in files.values() for name, sums in own.items()}
-        with bar("verify", len(every), unit="file") as told:
+        with bar(desc="verify", total=len(every), unit="file") as told:
             wrong = problems_of(store, every, told.update)
         found = {
             one.folder: Verified(

@@ -246,7 +246,7 @@ FORGED = [
     ((*ROWS, "first"), lambda old: [one + 1 for one in old], COUNTERS),
     ((*ROWS, "groups"), lambda old: old[: -2 * NUM_COLUMNS] + 2 * old[-NUM_COLUMNS:], OVERLAP),
     ((*ROWS, "groups"), lambda old: old[:-1], "numbers are no groups"),
-    ((*ROWS, "rows", "steps.number"), "key[1]", "there is no dtype key"),
+    ((*ROWS, "rows", "steps.number"), "key[1]", "data type 'key' not understood"),
     (("files",), lambda old: 2 * old, FILES),
     (("metadata",), '{"a":' * 900 + "0" + "}" * 900, "nested more than 100 deep"),
     ((*ROWS, "saves", 0, "folder"), lambda old: f"../../../outside/rows/{old}", FOLDER),
