@@ -156,6 +156,16 @@ def test_a_call_enters_few_functions(kind, name):
         "sample": (jax.eval_shape(jax.random.key, 0),),
         "update_priorities": (jaxreplay.types.Index(*np.zeros((2, 8), np.int32)), np.ones(8)),
     }
+
+    def call():
+        jax.eval_shape(lambda *given: getattr(buffer, name)(*given), state, *arguments[name])
+
+    call()  # fills caches
+    check_enters_few(call, *MOST_STOPS[kind, name])
+
+
+def check_enters_few(call, most_functions, most_modules):
+    """Check how many functions of the package, of how many modules, a call enters in its thread."""
     entered = set()
 
     def enters(frame, event, _):
@@ -164,19 +174,30 @@ def test_a_call_enters_few_functions(kind, name):
         if event == "call" and is_ours:
             entered.add((code.co_filename, code.co_qualname))
 
-    def call():
-        jax.eval_shape(lambda *given: getattr(buffer, name)(*given), state, *arguments[name])
-
-    call()  # fills caches
     before = sys.getprofile()
     sys.setprofile(enters)
     try:
         call()
     finally:
         sys.setprofile(before)
-    most_functions, most_modules = MOST_STOPS[kind, name]
     assert len(entered) <= most_functions
     assert len({file for file, _ in entered}) <= most_modules
+
+
+@pytest.mark.parametrize(("name", "most"), [("save", (102, 23)), ("restore", (120, 33))])
+def test_a_save_and_a_restore_enter_few_functions(name, most, tmp_path):
+    """The second save of a run, in the thread that calls it, and a restore by a new object."""
+    checkpoint = pytest.importorskip("jaxreplay.checkpoint")
+    buffer = jaxreplay.uniform(capacity=64, num_envs=4, batch_size=8, autoreset="next_step")
+    step = plain_step(np.zeros(4, np.float32), obs=np.zeros((4, 3), np.float32))
+    run = jaxreplay.jit(buffer)
+    state = run.add(run.init(example := nth(step, 0)), step)
+    first, other = (checkpoint.Checkpointer(tmp_path, buffer) for _ in range(2))
+    first.save(state)
+    first.restore(example)
+    state = run.add(state, step)
+    calls = {"save": lambda: first.save(state), "restore": lambda: other.restore(example)}
+    check_enters_few(calls[name], *most)
 
 
 def test_the_top_level_shows_what_users_type():
