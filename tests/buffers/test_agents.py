@@ -8,7 +8,6 @@ import pytest
 import jaxreplay as jr
 from tests.support.histories import flags_of
 from tests.support.oracle import Oracle
-from tests.support.refusals import refused
 from tests.support.steps import nth, plain_step, stacked
 
 A, E = 3, 2
@@ -81,50 +80,3 @@ def test_a_rollout_learns_from_who_acted(form):
                 np.testing.assert_allclose(
                     got.advantage[t, env, agent], carry, rtol=1e-4, atol=1e-5
                 )
-
-
-@pytest.mark.no_xla
-def test_flags_of_another_number_of_agents_are_refused():
-    sizes = {"capacity": 8, "batch_size": 2, "autoreset": "next_step"}
-    step = nth(steps_of("next_step", 1)[0], (0, slice(0, 1)))
-    with refused(
-        r"terminated: got bool\[3\], expected bool\[\](?s:.)*need a buffer with num_agents"
-    ):
-        jax.eval_shape(lambda: jr.uniform(**sizes).init(nth(step, 0)))
-    with refused(r"terminated: got bool\[3\], expected bool\[2\]"):
-        jax.eval_shape(lambda: jr.uniform(**sizes, num_agents=2).init(nth(step, 0)))
-    with refused("num_agents must be an int of at least 1"):
-        jr.uniform(**sizes, num_agents=0)
-    buffer = jr.uniform(**sizes, num_agents=A, allow_write=True)
-    state = jax.eval_shape(lambda: buffer.init(nth(step, 0)))
-    one = step.replace(terminated=step.terminated[:, 0])
-    with refused(r"terminated: got bool\[1\], expected bool\[1, 3\]"):
-        jax.eval_shape(buffer.add, state, one)
-    index = jr.types.Index(np.zeros(1, np.int32), np.zeros(1, np.uint32))
-    with refused("no leaf of a row is named terminated"):
-        values = {"terminated": np.zeros((1, A), np.uint8)}
-        jax.eval_shape(lambda state: buffer.write(state, index, values), state)
-    with refused("needs a rollout of one env.*no num_agents"):
-        rollout = jr.rollout(length=4, num_envs=1, autoreset="next_step", num_agents=A)
-        rollout.from_trajectories(None, [])
-
-
-@pytest.mark.no_xla
-def test_states_of_other_numbers_of_agents_are_refused():
-    sizes = {"capacity": 8, "batch_size": 2, "autoreset": "next_step"}
-    three, none = jr.uniform(**sizes, num_agents=A), jr.uniform(**sizes)
-    step = nth(steps_of("next_step", 1)[0], (0, 0))
-    state = jax.eval_shape(lambda: three.init(step))
-    message = "its steps have num_agents=3, but the buffer has num_agents=None"
-    for call in (none.adopt, none.size, lambda state: none.merge(state, state)):
-        with refused(message):
-            jax.eval_shape(call, state)
-    plain = step.replace(terminated=step.terminated[0], truncated=step.truncated[0])
-    with refused("its steps have num_agents=None, but the buffer has num_agents=3"):
-        jax.eval_shape(lambda: three.adopt(none.init(plain)))
-    with refused("leave out autoreset, track_episodes and num_agents"):
-        jr.items(capacity=8, batch_size=2, num_agents=2)
-    with refused(r"discount_key='d' has the shape \[3\], expected \[\]"):
-        extras = {"d": step.reward}
-        own = jr.uniform(**sizes, num_agents=A, discount_key="d")
-        jax.eval_shape(lambda: own.init(step.replace(extras=extras)))

@@ -13,6 +13,7 @@ import pytest
 
 import jaxreplay as jr
 from jaxreplay.buffers import jitted
+from tests.support.refusals import check_table
 from tests.support.steps import nth, plain_step, stacked
 
 SIZES = {"capacity": 8, "num_envs": 2, "batch_size": 4}
@@ -133,6 +134,34 @@ MAKING = {
     "jr.Replay(items, rows='host', device='cpu')": "rows='host' takes no device=",
     "jr.tiered(items, continue_streams=True)": "continue_streams=True is for rows in files",
     "jr.Replay(items, continue_streams=True)": "continue_streams=True needs rows in files",
+    # Members of a mixture, in places of their own.
+    "jr.Replay(mixture, rows={'three': 'host'})": """
+        rows has the members 'three', but this Replay has 'one', 'two'""",
+    "jr.Replay(uniform, rows={'one': 'host'})": """
+        rows has the members 'one', but this Replay has one buffer""",
+    "jr.Replay(mixture, rows={'one': 'host'}, device='cpu')": "takes no device=",
+    "jr.Replay(mixture, rows={'one': 'hots'})": 'rows must be "host", or the path of a folder',
+    "jr.Replay(mixture, state={'three': None})": "state: member='three', but this Replay has 'one'",
+    "jr.Replay(uniform).add(STEP, member='one')": "member='one', but this Replay has one buffer",
+    **{
+        f"jr.Replay(mixture).{name}(STEP)": f"{name}: member=None, but\n'one', 'two'"
+        for name in ("add", "get", "age", "merge", "add_episodes")
+    },
+    # A replay without rows.
+    "jr.Replay(uniform).save('folder')": "save: nothing was added yet",
+    "jr.Replay(uniform).get([0])": "get: nothing was added yet",
+    "jr.Replay(uniform, framework='tf')": "Replay: framework must be one of",
+    # Several agents.
+    "jr.uniform(**SIZES, **NEXT, num_agents=0)": "num_agents must be an int of at least 1",
+    "jr.items(capacity=8, batch_size=2, num_agents=2)": """
+        leave out autoreset, track_episodes and num_agents""",
+    "jr.rollout(length=4, num_envs=1, **NEXT, num_agents=3).from_trajectories(None, [])": """
+        needs a rollout of one env
+        no num_agents""",
+    # Plans.
+    "jr.plan(uniform, EXAMPLE, 3)": "plan: num_envs=2 cannot be divided among 3 devices",
+    "jr.plan(uniform, EXAMPLE, 0)": "devices must be an int of at least 1, got 0",
+    "jr.plan(rollout, EXAMPLE)": "got a Rollout; for a rollout, use",
     # Trees of samplers.
     "jr.samplers.SumTree(capacity=0)": "capacity must be at least 1, got 0",
     "jr.samplers.SumTree(capacity=4, fan_out=1)": "fan_out must be at least 2, got 1",
@@ -162,6 +191,9 @@ NAMES = {
     "batch.nothing": "a Sample has no nothing",
     "setattr(rollout, 'length', 3)": "cannot assign to field 'length'",
     "jr.tiered(items).frobnicate": "has no frobnicate",
+    "uniform.get(uniform_state, np.arange(2), fractions={'a': 1})": """
+        fractions is for another buffer: with Uniform and TransitionView a call may give beta,
+        gamma, n_step""",
     # Sequences have a mask of their own.
     "batch_of_sequences.mask": "did you mean batch.experience.mask?",
 }
@@ -211,6 +243,15 @@ INIT = {
     "recurrent.init(EXAMPLE.replace(extras={'flag': ZEROS}))": """
         extras: they have flag; store it with each step, as extras={'h': ...}""",
     "jr.hindsight(uniform, minus_one).init(EXAMPLE.replace(obs=ZEROS))": "got no mapping",
+    # Several agents.
+    "late.init(OF_THREE)": """
+        terminated: got bool[3], expected bool[]
+        need a buffer with num_agents""",
+    "jr.uniform(**SIZES, **NEXT, num_agents=2).init(OF_THREE)": """
+        terminated: got bool[3], expected bool[2]""",
+    "jr.uniform(**SIZES, **NEXT, num_agents=3, discount_key='d').init("
+    "OF_THREE.replace(extras={'d': VALUES[:3, 0]}))": """
+        discount_key='d' has the shape [3], expected []""",
 }
 
 # A buffer and a rollout say the same.
@@ -264,6 +305,9 @@ STEPS = {
         done is two flags here""",
 }
 
+INSPECTED = """
+    inspect: this state is not of this buffer: it was made with another configuration"""
+OTHER_TEAM = "its steps have num_agents=3, but the buffer has num_agents=None"
 USING = {
     "buffer.add(STEP, state)": """
         the state must be a ReplayState, as init and add return it, got a Step
@@ -314,6 +358,8 @@ USING = {
         Queue consumes rows: state, batch = buffer.pop(state, key)""",
     "buffer.episode_table(state)": "make it with track_episodes=True",
     "jr.inspect(buffer)": "inspect: the state must be a ReplayState,\ngot a NoneType",
+    "jr.inspect(items, jr.items(capacity=4, batch_size=2).init(0.0))": INSPECTED,
+    "jr.inspect(items, state)": INSPECTED,
     # Ends of streams.
     "items.end_streams(items.init(0))": "end_streams: items have no episodes",
     "buffer.end_streams(state, np.ones(3, bool))": """
@@ -350,6 +396,10 @@ USING = {
     "uniform.sample(uniform_state, key, gamma=1.5)": "sample: gamma must be in [0, 1], got 1.5",
     "uniform.get(uniform_state, np.arange(2), gamma=np.array([0, np.nan]))": """
         get: gamma must be in [0, 1], got [ 0. nan]""",
+    "uniform.get(uniform_state, np.arange(2), gamma=MINUS)": "gamma must be in [0, 1], got -1",
+    "uniform.get(uniform_state, np.arange(2), n_step=np.ones(3, np.int32))": """
+        n_step must be one number, or one for each of 2 items""",
+    "jr.tiered(uniform).sample(None, None, gamma=-1)": "gamma must be in [0, 1], got -1",
     "jr.jit(uniform).sample(uniform_state, key, gamma=float('nan'))": """
         sample: gamma must be in [0, 1], got nan""",
     "jr.tiered(uniform).draw(None, key, gamma=2)": "sample: gamma must be in [0, 1], got 2",
@@ -414,6 +464,9 @@ USING = {
         map_rows takes values [8, ...]""",
     "writable.map_rows(writable_state, lambda step, after: {}, block=0)": """
         map_rows: block must be an int of at least 1, got 0""",
+    "writing.write(writing.init(OF_THREE), batch.index, {'terminated': NEVER[:4]})": """
+        no leaf of a row is named terminated""",
+    "team.add(team_state, STEP)": "terminated: got bool[2], expected bool[2, 3]",
     # States of other buffers. What they store may be alike: the mass of rows does not reveal alpha.
     "sample_of(n_step=3)": "after: the state's is 3, this buffer's 1",
     "sample_of(**LOST)": """
@@ -452,6 +505,11 @@ USING = {
         adopt: autoreset: the state's is 'same_step_no_final_obs', this buffer's""",
     "items.adopt(uniform_state)": """
         adopt: autoreset: the state's is 'same_step_no_final_obs', this buffer's""",
+    "late.adopt(team_state)": OTHER_TEAM,
+    "late.size(team_state)": OTHER_TEAM,
+    "late.merge(team_state, team_state)": OTHER_TEAM,
+    "team.adopt(late.init(EXAMPLE))": """
+        its steps have num_agents=None, but the buffer has num_agents=3""",
     "items.adopt(7)": "adopt: takes the state of a ReplayBuffer, got",
     "pairs_of_items.adopt(jr.items(capacity=8, batch_size=4).init(0.0))": """
         adopt: num_envs: the state's is 1, this buffer's 2, but items have no""",
@@ -576,6 +634,8 @@ STEP = plain_step(ZEROS, obs=OBS)
 FIELDS = {name: getattr(STEP, name) for name in STEP.__dataclass_fields__}
 EXAMPLE, BLOCK = nth(STEP, 0), stacked([STEP] * 3)
 WITH_FINAL = EXAMPLE.replace(final_obs=EXAMPLE.obs)
+OF_THREE = EXAMPLE.replace(terminated=NEVER[:3, 0], truncated=NEVER[:3, 0])
+MINUS = jnp.asarray(np.float32(-1))
 
 
 def minus_one(achieved, goal, step):
@@ -656,6 +716,8 @@ OTHERS = {
     "late": jr.uniform(**SIZES, **NEXT),
     "pairs_of_items": jr.ReplayBuffer(**SIZES, sampler=jr.Uniform(), view=Pairs()),
     "groups": jr.Groups(**GROUPS),
+    "team": jr.uniform(**SIZES, **NEXT, num_agents=3),
+    "writing": jr.uniform(**SIZES, **NEXT, num_agents=3, allow_write=True),
     "items": jr.items(**SIZES),
     "queue": jr.items(**SIZES, sampler=jr.Queue()),
     "recurrent": jr.sequences(**SIZES, **NEXT, length=2, recurrent_state_key="h"),
@@ -685,21 +747,13 @@ def arrays():
     members = {"one": states["uniform_state"], "two": states["buffer_state"]}
     given = {"state": states["buffer_state"], "states": members, "key": key}
     given["groups_state"] = jax.eval_shape(lambda: OTHERS["groups"].init(nth(TOKENS, 0)))
+    given["team_state"] = jax.eval_shape(OTHERS["team"].init, OF_THREE)
     given["one_state"] = jax.eval_shape(BUFFERS["single"].init, nth(trajectory(2), 0))
     return {**states, **given, "batch": batch, "batch_of_sequences": sequences}
 
 
-def check(table, arrays, kind=ValueError, **buffers):
-    """Check what the error of each typed line says."""
-    names = {**globals(), **BUFFERS, **OTHERS, **buffers}
-    for typed, lines in table.items():
-        said = "no error"
-        try:
-            jax.eval_shape(lambda arrays, typed=typed: eval(typed, names, arrays), arrays)
-        except kind as error:
-            said = str(error)
-        for line in lines.strip().splitlines():
-            assert line.strip() in said, typed
+def check(table, arrays, error=ValueError, **buffers):
+    check_table(table, {**globals(), **BUFFERS, **OTHERS, **buffers}, error, arrays)
 
 
 @pytest.mark.parametrize("table", [MAKING, INIT, USING], ids=["making", "init", "using"])

@@ -229,20 +229,6 @@ def test_what_was_overwritten_is_not_looked_at():
     assert found.episodes["whole"] == 10
 
 
-@pytest.mark.no_xla
-def test_a_state_of_another_buffer_is_refused():
-    items, small = jr.items(capacity=8, batch_size=2), jr.items(capacity=4, batch_size=2)
-    steps = jr.prioritized(capacity=8, batch_size=2, autoreset="next_step")
-    other = "this state is not of this buffer: it was made with another configuration"
-    for state, said in (
-        (jax.eval_shape(small.init, 0.0), other),
-        (jax.eval_shape(steps.init, example_of(STEPS)), other),
-        (None, "the state must be a ReplayState, .*, got a NoneType"),
-    ):
-        with refused(f"inspect: {said}"):
-            jr.inspect(items, state)
-
-
 def test_numbers_that_are_too_large_for_figures(tmp_path):
     with jax.enable_x64(True):
         replay = jr.items(capacity=2, batch_size=2)

@@ -98,15 +98,3 @@ def test_sizes_beyond_64_bits_are_counted_exactly(shape):
     made = jr.plan(buffer, jax.ShapeDtypeStruct(shape, np.uint8))
     assert made.memory.leaves["rows.steps"] == 100 * math.prod(shape)
     assert (made.fits, made.largest_capacity) == (False, 0)
-
-
-def test_a_rollout_or_a_wrong_number_of_devices_is_refused():
-    buffer = jr.items(capacity=4096, num_envs=16, batch_size=32)
-    rollout = jr.rollout(length=2, num_envs=1, autoreset="next_step")
-    for given, devices, said in (
-        (buffer, 3, "plan: num_envs=16 cannot be divided among 3 devices"),
-        (buffer, 0, "devices must be an int of at least 1, got 0"),
-        (rollout, 1, "got a Rollout; for a rollout, use"),
-    ):
-        with refused(said):
-            jr.plan(given, 0.0, devices)

@@ -242,30 +242,8 @@ def test_members_of_a_mixture_may_lie_in_different_places(rows, prefetch, tmp_pa
     elsewhere.close()
 
 
-def test_places_of_unknown_members_are_refused(tmp_path):
-    for said, made in {
-        "rows has the members 'demo', but this Replay has 'demos', 'online'": lambda: mixed(
-            rows={"demo": "host"}
-        ),
-        "rows has the members 'demos', but this Replay has one buffer": lambda: jr.Replay(
-            uniform(), rows={"demos": "host"}
-        ),
-        "takes no device=": lambda: mixed(rows={"demos": "host"}, device="cpu"),
-        'rows must be "host", or the path of a folder': lambda: mixed(rows={"demos": "hots"}),
-    }.items():
-        with pytest.raises(ValueError, match=said):
-            made()
-
-
-def test_a_mixture_asks_for_the_member():
+def test_a_mixture_has_states_and_batches_of_all_members():
     replay = mixed(example=nth(steps(0), (0, 0)))
-    for call in (replay.add, replay.get, replay.age, replay.merge, replay.add_episodes):
-        with pytest.raises(ValueError, match=rf"{call.__name__}: member=None, but .* 'demos', 'on"):
-            call(steps(0))
-    with pytest.raises(ValueError, match="member='demo', but this Replay has one buffer"):
-        jr.Replay(uniform()).add(steps(0), member="demo")
-    with pytest.raises(ValueError, match="state: member='demo', but this Replay has 'demos'"):
-        mixed(state={"demo": None})
     with pytest.raises(ValueError, match="must be a dict of its members' states, got a ReplayS"):
         mixed(state=replay.state["demos"])
     replay.add(steps(0), member="online")

@@ -469,10 +469,6 @@ def test_an_empty_replay_says_what_is_missing(tmp_path):
     replay = make()
     with refused("there is no checkpoint under", FileNotFoundError):
         replay.load(tmp_path)
-    with refused("save: nothing was added yet"):
-        replay.save(tmp_path)
-    with refused("get: nothing was added yet"):
-        replay.get([0])
     for steps in (0, 4):
         for t in range(steps):
             replay.add(step(t))
@@ -481,12 +477,6 @@ def test_an_empty_replay_says_what_is_missing(tmp_path):
         assert (len(replay), replay.can_sample()) == (0, False)
         with refused("after 0 s: no batch can be sampled yet, 0 rows", TimeoutError):
             replay.sample()
-    with refused(r"no priorities; use jaxreplay.prioritized"):
-        replay.update_priorities({"row": [0], "lap": np.zeros(1, np.uint32)}, np.ones(1))
-    with refused(r"Replay: framework must be one of"):
-        make(framework="tf")
-    with refused(r"Replay: takes a ReplayBuffer"):
-        jr.Replay(jr.rollout(length=3, num_envs=1, autoreset="next_step"))
 
 
 def test_a_call_inside_of_jit_says_so_and_changes_nothing():

@@ -6,7 +6,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import jaxreplay as jr
 from tests.support.steps import begun, nth, plain_step
@@ -133,29 +132,6 @@ def test_a_call_may_shorten_the_horizon_and_change_the_discount():
             jax.device_get(item.experience),
             found.experience,
         )
-
-
-def test_a_call_refuses_values_of_another_shape_and_options_of_other_buffers():
-    buffer, state = of_horizon(4, 0.7)
-    for options, text in (
-        (
-            {"n_step": np.ones(3, np.int32)},
-            r"n_step must be one number, or one for each of 2 items",
-        ),
-        (
-            {"fractions": {"a": 1}},
-            "fractions is for another buffer: with Uniform and FrameStack a call may give beta, "
-            "gamma, n_step",
-        ),
-    ):
-        error = TypeError if "fractions" in options else ValueError
-        with pytest.raises(error, match=text):
-            buffer.get(state, np.arange(2), **options)
-    too_small = r"gamma must be in \[0, 1\], got -1"
-    with pytest.raises(ValueError, match=too_small):
-        buffer.get(state, np.arange(2), gamma=jnp.float32(-1))
-    with pytest.raises(ValueError, match=too_small):
-        jr.tiered(buffer).sample(None, None, gamma=-1)
 
 
 def test_a_step_may_have_a_discount_of_its_own():
