@@ -136,7 +136,7 @@ AS_ON_ONE_REST := changed_buffer checkpoint checkpoint_damage checkpoint_faults 
 # Each file of tests is in one part.
 PART_core := types words verbs autoreset docstrings package newcomer_errors contract in_place layers laws uniform prioritized sum_tree queue blend mixture map_rows permutation errors x64 ecosystem
 PART_distributed := distributed
-PART_samplers := adopt end_streams extension recent plr without_replacement episodes targets donation plan state_check transitions
+PART_samplers := adopt end_streams extension recent plr without_replacement targets donation plan state_check transitions
 PART_oracle := oracle_streams
 PART_views := views rewards agents groups split_programs tiered tiered_files tiered_kills
 PART_rollouts := rollout rollout_episodes trajectories datasets dataset_files dataset_peers lerobot inspect torch

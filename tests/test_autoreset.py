@@ -6,7 +6,6 @@ import functools
 import warnings
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -152,31 +151,6 @@ RIGHT = {
 }
 LIMITS = (12, *[None, 5] * ALL)
 SEEDS = range(100 if SOAK else 2 if ALL else 1)
-
-
-@pytest.mark.parametrize("name", ["next step", *["same step"] * ALL])
-def test_sequences_of_vector_envs_are_those_of_lists(name):
-    """Each step is added, those that reset too. A sequence has its horizon of steps and one more
-    observation, and ends with its episode."""
-    rows, fed, true = cart_pole(RIGHT[name].mode, 0, 12), RIGHT[name], {}
-    replay = jr.Replay(fed.buffer(jr.sequences, length=3), seed=0)
-    replay.add(fed.steps(0, 12)[0])
-    is_last = rows["terminated"] | rows["truncated"]
-    names = ("action", "terminated", "final")
-    for at in np.argwhere(~rows["was_done"] | (fed.mode == SAME)):
-        of = [rows[name][*at] for name in names]
-        true[rows["obs"][*at].tobytes()] = (*of, is_last[*at])
-    num_ends = 0
-    for _ in range(20):
-        t = jax.device_get(replay.sample().experience)
-        assert t.mask[:, 0].all()
-        for one, at in np.argwhere(t.mask):
-            action, is_terminal, after, ends = true[t.obs[one, at].tobytes()]
-            assert (t.action[one, at], t.terminated[one, at]) == (action, is_terminal)
-            np.testing.assert_array_equal(t.obs[one, at + 1], after)
-            assert not (ends and t.mask[one, at + 1 :].any())
-            num_ends += ends
-    assert num_ends > 20
 
 
 def doubt(fed, seed, limit, **options):

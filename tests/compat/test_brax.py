@@ -9,7 +9,7 @@ import pytest
 from jaxreplay.compat import brax
 from tests.conftest import ALL
 from tests.support.hlo import check_in_place
-from tests.support.refusals import refused
+from tests.support.refusals import check_table, refused
 
 KEY = jax.random.key(0)
 EXAMPLE = {"name": 0, "frame": np.zeros((4, 4), np.uint8)}
@@ -128,14 +128,13 @@ def test_wrappers_deal_rows_to_devices(is_pmapped):
 @pytest.mark.no_xla
 def test_a_bad_call_says_why():
     buffer = brax.Queue(8, EXAMPLE, 1)
-    insert = functools.partial(jax.eval_shape, buffer.insert, jax.eval_shape(buffer.init, KEY))
-    sequences = brax.TrajectoryUniformSamplingQueue
+    bad = {
+        "brax.Queue(0, EXAMPLE, 1)": "Queue: max_replay_size must be an int of at least 1",
+        "brax.TrajectoryUniformSamplingQueue(8, EXAMPLE, 1, 2, 9)": """
+            episode_length=9 exceeds max_replay_size=8""",
+        "buffer.insert(state, {})": "insert:\nname: missing",
+        "buffer.insert(state, wrong)": "got float32[1], expected int32[1]",
+    }
     wrong = rows(0, 1) | {"name": np.zeros(1, np.float32)}
-    for message, call, *given in (
-        ("Queue: max_replay_size must be an int of at least 1", brax.Queue, 0, EXAMPLE, 1),
-        ("episode_length=9 exceeds max_replay_size=8", sequences, 8, EXAMPLE, 1, 2, 9),
-        ("insert:.*name: missing", insert, {}),
-        (r"got float32\[1\], expected int32\[1\]", insert, wrong),
-    ):
-        with refused(f"(?s){message}"):
-            call(*given)
+    given = {"state": jax.eval_shape(buffer.init, KEY), "wrong": wrong}
+    check_table(bad, {**globals(), "buffer": buffer}, given=given)

@@ -13,7 +13,7 @@ import pytest
 import jaxreplay.compat.flashbax as fbx
 from tests.conftest import ALL
 from tests.support.hlo import check_in_place
-from tests.support.refusals import refused
+from tests.support.refusals import check_table, refused
 from tests.support.steps import nth
 
 KEY = jax.random.key(0)
@@ -260,33 +260,6 @@ def test_everything_is_in_place(kind):
     check_in_place(train, (states, keys), num_elements=ROWS * 3, donated=0)
 
 
-@pytest.mark.thorough  # its methods are compared one by one above
-def test_stoixs_loop():
-    """Prioritised sequences of rollouts [envs, time], in a state that is stacked for each update
-    batch, with a learner under `pmap` and `vmap`."""
-    buffer = made("prioritised_trajectory", sample_batch_size=8, **SEQUENCES, max_size=512)
-
-    def learn(state, key):
-        state = buffer.add(state, steps(0, 8, 8))
-        batch = buffer.sample(state, key)
-        state = buffer.set_priorities(state, batch.indices, jnp.full(8, 2.0))
-        return state, batch.experience["obs"]["x"].mean()
-
-    start = jax.device_get(jax.jit(buffer.init)(EXAMPLE))
-    stacked = jax.tree.map(lambda leaf: np.broadcast_to(leaf, (1, 2, *leaf.shape)), start)
-    learner = jax.pmap(jax.vmap(learn), donate_argnums=0)
-    stacked, mean = learner(stacked, jax.random.split(KEY, (1, 2)))
-    assert mean.tolist() == [[1, 1]]
-
-    @jax.jit
-    def shown(state):
-        return state.current_index, state.is_full, buffer.can_sample(state), state.experience
-
-    *of_each, experience = shown(stacked)
-    assert [leaf.tolist() for leaf in of_each] == [[[8, 8]], [[False] * 2], [[True] * 2]]
-    assert experience["obs"]["x"].shape == (1, 2, 8, 64, 3)
-
-
 # As Stoix, Mava and purejaxrl name flashbax's types.
 PROGRAM = """
 from typing import NamedTuple
@@ -378,41 +351,36 @@ def test_a_states_experience_can_be_replaced_and_its_counts_cannot():
         state.replace(experience=doubled | {"name": np.zeros((2, 4), np.float32)})
 
 
+SMALL = {"max_length": 8, "min_length": 2, "sample_batch_size": 2}
+flat = functools.partial(made, "flat", add_batch_size=2, **SMALL)
+long = functools.partial(made, "trajectory", sample_batch_size=2, **SEQUENCES)
+GOOD = step(0)
+BAD = {
+    "add(nth(GOOD, slice(1)))": "add:\nname: got int32[1], expected int32[2]",
+    "add(GOOD | {'name': np.zeros(2, np.float32)})": "add:\nname: got float32",
+    "add({'obs': GOOD['obs']})": "add:\nname: missing",
+    "flat().add(None, GOOD)": "add: the state must be one that init or add",
+    "flat().init({})": "init: the example has no leaves",
+    "long(max_size=99, max_length_time_axis=9)": "give one of max_size",
+    "long()": "give one of\nmax_size",
+    "long(max_size=16)": "4 time steps are needed\nbut 2 are kept",
+    "made('trajectory', sample_batch_size=2, max_size=99, **SEQUENCES | {'period': 0})": """
+        period must be an int of at least 1, got 0""",
+    "flat(max_length=3)": "no room for 2 steps of each of 2 envs",
+    "made('prioritised_item', priority_exponent=2, **SMALL)": """
+        priority_exponent must be in [0, 1], got 2""",
+    "fbx.make_trajectory_queue(4, 1, 1, 5)": """
+        sample_sequence_length=5 exceeds max_length_time_axis=4""",
+    "fbx.make_mixer([flat()], 200, [1.0]).sample([state], KEY)": """
+        a part of 200 items needs a buffer with sample_batch_size""",
+    "fbx.make_mixer([flat()] * 3, 10, [1.0])": "each buffer needs one proportion",
+    "fbx.make_mixer([flat()] * 2, 10, [1.0, -1.0])": "proportions must be at least 0",
+    "fbx.make_mixer([flat()] * 2, 10, [0.0, 0.0])": "proportions\n, and one positive",
+}
+
+
 @pytest.mark.no_xla
 def test_a_bad_call_says_why():
-    small = {"max_length": 8, "min_length": 2, "sample_batch_size": 2}
-    flat = functools.partial(made, "flat", add_batch_size=2, **small)
-    state, good = jax.eval_shape(flat().init, EXAMPLE), step(0)
-    long = functools.partial(made, "trajectory", sample_batch_size=2, **SEQUENCES)
-
-    def add(step, state=state):
-        return jax.eval_shape(flat().add, state, step)
-
-    for message, call in {
-        r"add:.*name: got int32\[1\], expected int32\[2\]": lambda: add(nth(good, slice(1))),
-        "add:.*name: got float32": lambda: add(good | {"name": np.zeros(2, np.float32)}),
-        "add:.*name: missing": lambda: add({"obs": good["obs"]}),
-        "add: the state must be one that init or add": lambda: add(good, state=None),
-        "init: the example has no leaves": lambda: flat().init({}),
-        "give one of max_size": lambda: long(max_size=99, max_length_time_axis=9),
-        "give one of .*max_size": long,
-        "4 time steps are needed .* but 2 are kept": lambda: long(max_size=16),
-        "period must be an int of at least 1, got 0": lambda: made(
-            "trajectory", sample_batch_size=2, max_size=99, **SEQUENCES | {"period": 0}
-        ),
-        "no room for 2 steps of each of 2 envs": lambda: flat(max_length=3),
-        r"priority_exponent must be in \[0, 1\], got 2": lambda: made(
-            "prioritised_item", priority_exponent=2, **small
-        ),
-        "sample_sequence_length=5 exceeds max_length_time_axis=4": lambda: (
-            fbx.make_trajectory_queue(4, 1, 1, 5)
-        ),
-        "a part of 200 items needs a buffer with sample_batch_size": lambda: jax.eval_shape(
-            fbx.make_mixer([flat()], 200, [1.0]).sample, [state], KEY
-        ),
-        "each buffer needs one proportion": lambda: fbx.make_mixer([flat()] * 3, 10, [1.0]),
-        "proportions must be at least 0": lambda: fbx.make_mixer([flat()] * 2, 10, [1.0, -1.0]),
-        "proportions .*, and one positive": lambda: fbx.make_mixer([flat()] * 2, 10, [0.0, 0.0]),
-    }.items():
-        with refused(f"(?s){message}"):
-            call()
+    state = jax.eval_shape(flat().init, EXAMPLE)
+    add = lambda step: jax.eval_shape(flat().add, state, step)
+    check_table(BAD, {**globals(), "add": add}, given={"state": state, "KEY": KEY})

@@ -99,6 +99,7 @@ SAMPLERS = {
     "passes": (jr.WithoutReplacement(),),
     "blend": (jr.blend(uniform=(jr.Uniform(), 1), priority=(jr.Prioritized(alpha=0.5), 3)),),
 }
+NUM_ENDS = 4  # of episodes, that are looked for after a row
 OPTIONAL = tuple(kind for kind in KINDS if kind not in ("add", "nothing", "pop"))
 FACTORS = {
     "view": tuple(VIEWS),
@@ -240,7 +241,12 @@ class Config:
         }
         if self.table:
             table = buffer.episode_table(state)
-            seen["table"] = table.steps_to_end(rows), table.steps_from_start(rows)
+            seen["table"] = {
+                "to_end": table.steps_to_end(rows),
+                "from_start": table.steps_from_start(rows),
+                "is_complete": table.is_complete(rows),
+                "ends": jnp.stack(table.kth_end(rows[:, None], jnp.arange(NUM_ENDS)), -1),
+            }
         if buffer.allow_write:
             seen["num_ignored_writes"] = state.counters.num_ignored_writes.sum()
         if self.has_metrics:
@@ -291,12 +297,25 @@ class Config:
 
     def _check_table(self, oracle, table):
         for env, rows in enumerate(oracle.streams):
-            spans = oracle_views.spans(oracle, rows)
+            spans, own = oracle_views.spans(oracle, rows), env * oracle.length
+            newest, oldest = len(rows) - 1, max(len(rows) - oracle.length, 0)
             for position, index in oracle.stored(env):
-                first, last = spans[index] or (index, index)
-                last = len(rows) - 1 if last is None else last
-                found = nth(table, env * oracle.length + position)
-                assert found == (last - index, index - max(first, len(rows) - oracle.length))
+                first, end = spans[index] or (index, index)
+                found = nth(table, own + position)
+                assert found["to_end"] == (newest if end is None else end) - index
+                assert found["from_start"] == index - max(first, oldest)
+                is_complete = bool(spans[index]) and end is not None and first >= oldest
+                assert found["is_complete"] == is_complete
+                ahead = sorted({one[1] for one in spans[index:] if one and one[1] is not None})
+                ends = [
+                    (newest, False),
+                    *((one, True) for one in ahead),
+                    *[(newest, False)] * NUM_ENDS,
+                ]
+                assert found["ends"].tolist() == [
+                    [at - index, is_one] for at, is_one in ends[:NUM_ENDS]
+                ]
+            assert not table["is_complete"][own + len(rows) : own + oracle.length].any()
 
     def _check_metrics(self, oracle, seen):
         metrics = seen["metrics"]

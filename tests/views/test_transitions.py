@@ -10,50 +10,7 @@ import numpy as np
 import jaxreplay as jr
 from tests.support.steps import begun, nth, plain_step
 
-NAN = float("nan")
-
-
 get = jax.jit(jr.ReplayBuffer.get)
-
-
-def run(autoreset, rows, *, n_step, gamma=0.5):
-    """Add one env's rows of (obs, reward, end), where `end` names the done flags. Return a function
-    from row number to (obs, reward, discount, next_obs, num_steps), or None."""
-    buffer = jr.uniform(capacity=16, batch_size=4, autoreset=autoreset, n_step=n_step, gamma=gamma)
-    obs, reward, end = zip(*rows, strict=True)
-    column = lambda values: np.float32(values)[:, None]
-    flags = {name: np.array([[name in one] for one in end]) for name in ("terminated", "truncated")}
-    steps = plain_step(column(obs), reward=column(reward), **flags)
-    got = jax.device_get(get(buffer, jax.jit(begun)(buffer, steps), np.arange(16)))
-
-    def read(row):
-        items = got.experience
-        fields = items.obs, items.reward, items.discount, items.next_obs, items.num_steps
-        return tuple(leaf[row] for leaf in fields) if got.is_valid[row] else None
-
-    return read
-
-
-def test_three_steps_stop_at_each_kind_of_end():
-    rows = [
-        (1, 1, ""),
-        (2, 2, ""),
-        (3, 4, "terminated"),
-        (4, NAN, ""),
-        (10, 8, ""),
-        (11, 16, "truncated"),
-        (12, NAN, ""),
-    ]
-    read = run(
-        "next_step", [*rows, (20, 32, ""), (21, 64, ""), (22, 128, ""), (23, 256, "")], n_step=3
-    )
-    assert read(0) == (1, 1 + 2 / 2 + 4 / 4, 0, 4, 3)
-    assert read(1) == (2, 2 + 4 / 2, 0, 4, 2)
-    assert read(2) == (3, 4, 0, 4, 1)
-    assert read(4) == (10, 8 + 16 / 2, 0.25, 12, 2)  # bootstraps after two steps
-    assert read(5) == (11, 16, 0.5, 12, 1)
-    assert read(7) == (20, 32 + 64 / 2 + 128 / 4, 0.125, 23, 3)
-    assert read(8) is None  # its window is not complete yet
 
 
 def test_a_floating_reward_keeps_its_dtype_and_shape_and_an_integer_one_becomes_float32():
@@ -79,14 +36,8 @@ def test_a_floating_reward_keeps_its_dtype_and_shape_and_an_integer_one_becomes_
     assert [leaf.tolist() for leaf in got] == [5.5, 5.5, 5.5, 5.5, [5.5, 8.5]]
 
 
-def test_discounts_are_exact_powers():
-    rows = [(time, 0, "") for time in range(12)]
-    discount = run("same_step_no_final_obs", rows, n_step=10, gamma=0.99)(0)[2]
-    assert discount == np.float32(0.99**10)
-
-
-HORIZONS = np.int32([1, 3, 9])
-GAMMAS = np.float32([0.0, 0.5, 1.0])
+HORIZONS = np.int32([1, 9, 3])
+GAMMAS = np.float32([0.0, 0.99, 1.0])
 
 
 @functools.cache
@@ -116,6 +67,9 @@ def test_a_call_may_shorten_the_horizon_and_change_the_discount():
     for which, (n_step, gamma) in enumerate(zip(HORIZONS, GAMMAS, strict=True)):
         other, its = of_horizon(min(int(n_step), 4), float(gamma))
         expected = jax.device_get(jax.jit(other.get)(its, rows))
+        discount, num_steps = expected.experience.discount, expected.experience.num_steps
+        exact = np.float32(float(gamma) ** num_steps.astype(float))
+        assert ((discount == exact) | (discount == 0))[expected.is_valid].all()
         got = nth(found, which)
         both = got.is_valid & expected.is_valid  # a longer window leaves out the newest rows
         assert both.sum() > 40
