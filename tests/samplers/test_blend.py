@@ -1,8 +1,6 @@
 """Samplers of samplers: exact parts of a batch, the law of the blend, weights that correct it, and
 each new row once."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,24 +38,16 @@ BLENDS = {
     "without priorities": {"uniform": (UNIFORM, 0.85), "newest": (NEWEST, 0.15)},
 }
 # A buffer is a pytree without leaves: its methods are jitted once for all equal buffers.
-add, extend, pop, sample, get, adopt, update, metrics, can_sample = (
+extend, pop, sample, get, adopt, metrics, can_sample = (
     jax.jit(getattr(ReplayBuffer, name))
-    for name in (
-        *("add", "extend", "pop", "sample", "get", "adopt", "update_priorities"),
-        *("metrics", "can_sample"),
-    )
+    for name in ("extend", "pop", "sample", "get", "adopt", "metrics", "can_sample")
 )
 
 
-@functools.cache
-def filled(name, capacity=64):
-    """Return a buffer of two envs with rows of priorities 0 to 33, and its state."""
+def buffer_of(name):
+    """Return a buffer of two envs."""
     members = {part: (one, fraction) for part, ((one, _), fraction) in BLENDS[name].items()}
-    sampler = jr.blend(**members)
-    buffer = jr.items(capacity=capacity, num_envs=2, batch_size=BATCH, sampler=sampler)
-    has_priorities = any(isinstance(one, jr.Prioritized) for one, _ in members.values())
-    given = {"priority": PRIORITY} if has_priorities else {}
-    return buffer, extend(buffer, buffer.init(jnp.float32(0)), PRIORITY, **given)
+    return jr.items(capacity=64, num_envs=2, batch_size=BATCH, sampler=jr.blend(**members))
 
 
 def laws(name):
@@ -92,8 +82,7 @@ def test_rows_have_the_probabilities_of_their_members_in_these_parts(name):
     """Weights correct it: with beta 1, they are in proportion to 1 / probability."""
     own = np.array([fraction for _, fraction in BLENDS[name].values()])
     other = np.arange(1.0, 1 + len(own))
-    buffer, _ = filled(name)
-    found = jax.device_get(seen_of(buffer, dict(zip(BLENDS[name], other, strict=True))))
+    found = jax.device_get(seen_of(buffer_of(name), dict(zip(BLENDS[name], other, strict=True))))
     for fractions, (rows, batch) in zip((own, other), found, strict=True):
         mixed = fractions / fractions.sum() @ laws(name)
         np.testing.assert_allclose(rows, mixed, rtol=1e-4)
@@ -106,7 +95,8 @@ def test_rows_have_the_probabilities_of_their_members_in_these_parts(name):
 
 
 def test_of_two_samplers_with_priorities_the_first_one_tells_its_figures():
-    buffer, state = filled("two trees")
+    buffer = buffer_of("two trees")
+    state = extend(buffer, buffer.init(jnp.float32(0)), PRIORITY, priority=PRIORITY)
     mean = jax.device_get(metrics(buffer, state))["mean_priority"]
     np.testing.assert_allclose(mean, PRIORITY.mean(), rtol=1e-5)  # its alpha is 1
     members = {name: (jr.Prioritized(beta=beta), 1) for name, beta in (("a", 0.2), ("b", 0.9))}
@@ -202,27 +192,6 @@ def test_whole_numbers_are_exact_at_every_offset(batch_size):
         assert ((source == number).sum(axis=1) == fraction * batch_size).all()
 
 
-def test_priorities_reach_every_tree_and_outlast_another_buffer():
-    buffer, state = filled("two trees")
-    batch = sample(buffer, state, jax.random.key(0))
-    state = update(buffer, state, batch.index, np.full(BATCH, 100, np.float32))
-    other, _ = filled("two trees", capacity=128)
-    first = np.arange(ROWS)
-    got, moved = (
-        get(one, its, first).probability
-        for one, its in ((buffer, state), (other, adopt(other, state)))
-    )
-    np.testing.assert_allclose(got, moved, rtol=1e-5)
-    priority = PRIORITY.copy().T.reshape(-1)
-    rows = np.asarray(batch.index.row)
-    priority[rows // 32 * ROWS + rows % 32] = 100
-    laws = [priority**alpha / (priority**alpha).sum() for alpha in (1.0, 0.5)]
-    np.testing.assert_allclose(got, (np.array([0.25, 0.75]) @ laws)[:ROWS], rtol=1e-4)
-    single = jr.items(capacity=64, num_envs=2, batch_size=1, sampler=jr.Prioritized(alpha=1.0))
-    own = get(single, adopt(single, state), first).probability
-    np.testing.assert_allclose(own, laws[0][:ROWS], rtol=1e-4)
-
-
 UNIFORM_ONLY = jr.blend(u=(jr.Uniform(), 0.75), n=(jr.Newest(num_rows=3), 0.25))
 
 
@@ -230,26 +199,30 @@ def by(alpha):
     return jr.Prioritized(alpha=alpha, new_priority=1.0)
 
 
+# Each with the share of the batch of each of its trees, by its exponent, if all parts are trees.
 NESTED = {
-    "names of two levels": jr.OnlineQueue(
-        sampler=jr.blend(x=(by(1.0), 0.9), sampler=(by(0.5), 0.1))
+    "names of two levels": (
+        jr.OnlineQueue(sampler=jr.blend(x=(by(1.0), 0.9), sampler=(by(0.5), 0.1))),
+        {1.0: 0.9, 0.5: 0.1},
     ),
-    "a part's name inside and beside": jr.blend(
-        m=(jr.blend(a=(by(1.0), 0.5), m=(by(0.5), 0.5)), 0.5), a=(by(0.2), 0.5)
+    "a part's name inside and beside": (
+        jr.blend(m=(jr.blend(a=(by(1.0), 0.5), m=(by(0.5), 0.5)), 0.5), a=(by(0.2), 0.5)),
+        {1.0: 0.25, 0.5: 0.25, 0.2: 0.5},
     ),
-    "one without a state": jr.blend(x=(UNIFORM_ONLY, 0.5), p=(by(1.0), 0.5)),
-    "online, every third": jr.OnlineQueue(sampler=UNIFORM_ONLY, period=3),
+    "one without a state": (jr.blend(x=(UNIFORM_ONLY, 0.5), p=(by(1.0), 0.5)), {}),
+    "online, every third": (jr.OnlineQueue(sampler=UNIFORM_ONLY, period=3), {}),
 }
 
 
 @pytest.mark.parametrize("name", NESTED)
 def test_nested_samplers_keep_what_they_know(name, tmp_path):
-    """Through a drop of nothing, another capacity, and a checkpoint."""
+    """Through a drop of nothing, another capacity, and a checkpoint. Priorities reach all trees."""
     sizes = {"num_envs": 1, "batch_size": 4, "autoreset": "same_step_no_final_obs"}
     make = lambda capacity, sampler: jr.transitions(capacity=capacity, **sizes, sampler=sampler)
-    buffer, larger = (make(capacity, NESTED[name]) for capacity in (16, 32))
+    sampler, trees = NESTED[name]
+    buffer, larger = (make(capacity, sampler) for capacity in (16, 32))
     single, rows = make(16, by(1.0)), np.arange(16)
-    has_priorities = "Prioritized" in repr(NESTED[name])
+    has_priorities = "Prioritized" in repr(sampler)
     steps = plain_step(np.arange(12.0, dtype=np.float32)[:, None])
 
     @jax.jit
@@ -268,6 +241,10 @@ def test_nested_samplers_keep_what_they_know(name, tmp_path):
 
     state, (expected, *found, there) = run()
     assert expected.sum() == pytest.approx(1, rel=1e-5)
+    if trees:
+        priority = np.array([9, 5, 2, *[1] * 8])  # the newest row waits
+        law = sum(share * priority**a / (priority**a).sum() for a, share in trees.items())
+        np.testing.assert_allclose(expected[:11], law, rtol=1e-5)
     checkpointer = Checkpointer(tmp_path, buffer)
     checkpointer.save(state)
     restored = checkpointer.restore(nth(steps, (0, 0)))
@@ -320,48 +297,32 @@ def test_a_replay_waits_for_the_parts_that_give_the_items_of_a_call():
     buffer = jr.items(capacity=8, batch_size=4, sampler=sampler)
     replay = jr.Replay(buffer, example=np.float32(0))
     replay.add(np.ones((3, 1), np.float32), priority=np.zeros((3, 1), np.float32))
-    assert replay.sample().is_valid.tolist() == [True, True, False, False]
     of_priority = {"uniform": 0.0, "priority": 1.0}
-    with pytest.raises(TimeoutError, match="3 rows, but none of a positive priority"):
-        replay.sample(fractions=of_priority)
+    for _ in range(2):  # before it is known that others can be drawn, and after
+        with pytest.raises(TimeoutError, match="3 rows, but none of a positive priority"):
+            replay.sample(fractions=of_priority)
+        assert replay.sample().is_valid.tolist() == [True, True, False, False]
     assert replay.sample(fractions={"uniform": 1.0, "priority": 0.0}).is_valid.all()
     replay.add(np.ones((3, 1), np.float32))
     assert replay.sample(fractions=of_priority).is_valid.all()
 
 
 def test_an_online_queue_gives_each_row_once_then_those_of_its_sampler():
+    """The ring of each of two envs has ten rows, of which envs give halves in turn."""
     sampler = jr.OnlineQueue(sampler=jr.Prioritized(alpha=1.0))
     buffer = jr.items(capacity=20, num_envs=2, batch_size=BATCH, sampler=sampler)
-    state, new, taken = buffer.init(jnp.float32(0)), ([], []), []
-    r, value = np.random.default_rng(0), 0
-    for time in range(60):
-        if r.random() < 0.8:
-            values = np.float32([value, value + 1])
-            value += 2
-            state = add(buffer, state, values, priority=values + 1)
-            for queue, one in zip(new, values, strict=True):
-                queue.append(one)
-                del queue[:-10]  # the ring of an env
-            continue
-        first = []  # envs take turns: halves, or all that an env has
-        wanted = min(BATCH, sum(map(len, new)))
-        share = [min(len(new[0]), max(wanted - len(new[1]), -(-wanted // 2)))]
-        share.append(wanted - share[0])
-        for queue, number in zip(new, share, strict=True):
-            first += queue[:number]
-            del queue[:number]
-        state, batch = pop(buffer, state, jax.random.key(time))
-        got = np.asarray(batch.experience).tolist()
-        assert got[:wanted] == first
-        taken += first
-        stored = np.arange(max(value - 20, 0), value)
-        assert np.isin(got, stored).all()
-        assert batch.is_valid.all() == (value > 0)
-        law = (stored + 1) / (stored + 1).sum()
-        np.testing.assert_allclose(
-            batch.probability, [law[int(one) - stored[0]] for one in got], rtol=1e-5
-        )
-    assert len(taken) == len(set(taken)) > 50
+    values = np.arange(1.0, 27.0, dtype=np.float32).reshape(13, 2)
+    state = extend(buffer, buffer.init(jnp.float32(0)), values[:12], priority=values[:12])
+    news = values[2:7], values[7:12], values[:0], values[12:]
+    for number, new in enumerate(news):
+        if number == 3:
+            state = extend(buffer, state, new, priority=new)
+        state, batch = pop(buffer, state, jax.random.key(number))
+        stored, items = values[2:12] if number < 3 else values[3:], np.asarray(batch.experience)
+        assert items[: new.size].tolist() == new.T.ravel().tolist()
+        assert np.isin(items, stored).all()
+        assert batch.is_valid.all()
+        np.testing.assert_allclose(batch.probability, items / stored.sum(), rtol=1e-5)
 
 
 class InOrder(FirstRow):
@@ -572,7 +533,7 @@ def test_a_replay_warns_once_of_a_queue_that_lags():
 
 
 def test_members_of_a_mixture_may_have_fractions_of_a_call():
-    """Its items are those of the members' own batches; priorities reach the right rows."""
+    """Its items are those of the members' own batches."""
     ours = jr.items(capacity=16, batch_size=1, sampler=jr.Prioritized(alpha=1.0, beta=1.0))
     mixture = jr.mix(one=(ours, 4), two=(jr.items(capacity=4, batch_size=1), 4))
     two = mixture.members[1][1]
@@ -594,14 +555,6 @@ def test_members_of_a_mixture_may_have_fractions_of_a_call():
         assert abs((batch.source == 0).mean() - part) < 0.02
         mine = batch.experience[batch.source == 0]
         check(np.bincount(np.int32(mine), minlength=9)[1:], values[:, 0] / values.sum())
-    batch = jax.device_get(nth(many(keys, 0.3), 0))
-    new = np.full(8, 100, np.float32)
-    states = jax.jit(mixture.update_priorities)(states, batch.index, new)
-    updated = get(ours, states["one"], np.arange(8)).probability > 50 / 500
-    assert set(np.flatnonzero(updated)) == {
-        int(value) - 1 for value in batch.experience[batch.source == 0]
-    }
-    assert metrics(ours, states["one"])["num_stale_updates"] == (batch.source == 1).sum()
 
 
 def test_priorities_of_a_replays_mixture_reach_the_members_that_gave_the_items():

@@ -282,19 +282,6 @@ def test_what_cannot_be_drawn_any_more_is_not_drawn():
     assert replay.can_sample()
 
 
-@pytest.mark.thorough
-def test_a_blend_draws_nothing_of_parts_without_rows():
-    sampler = jr.blend(all=(jr.Uniform(), 1), some=(jr.Prioritized(), 1))
-    replay = jr.Replay(jr.items(capacity=8, batch_size=4, sampler=sampler), framework="numpy")
-    for number in np.arange(4, dtype=np.float32):
-        replay.add(number, priority=0.0)
-    of_some = {"all": 0, "some": 1}
-    for _ in range(2):  # before it is known that others can be drawn, and after
-        with refused("or of the fractions asked for", TimeoutError):
-            replay.sample(fractions=of_some)
-        assert replay.can_sample()
-
-
 def test_a_first_step_that_is_refused_is_no_example():
     bad = ({"reward": np.zeros(2)}, {"action": "text"}, {"terminated": np.zeros(NUM_ENVS)})
     for wrong in (*(step(0) | fields for fields in bad), step(0, ())):
