@@ -65,6 +65,11 @@ _EVERY, _num_tests = 8, itertools.count()
 gc.set_threshold(200_000, 20, 50)
 
 
+def thorough(*values):
+    """Return values of a test's parameters that only `make test-all` takes."""
+    return pytest.param(*values, marks=pytest.mark.thorough)
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--budget", action="store_true", help="fail if the run costs more than costs.py allows"

@@ -21,6 +21,7 @@ import jaxreplay as jr
 from jaxreplay import datasets
 from jaxreplay.datasets.episodes import rows_of, steps_of
 from tests.support.buffers import everything, jitted
+from tests.support.refusals import refused
 from tests.support.steps import nth, plain_step
 
 # Minari's recommendations for a dataset's metadata.
@@ -119,7 +120,7 @@ def test_any_tree_of_observations():
         assert steps.reward.shape == (len(steps.terminated), 1)
     wrong = dataclasses.replace(wide, observations=(list("abcdef"), numbers))
     message = r"episode 0: observations.0: expected 6 numbers or arrays, got <U1\[6\]"
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         rows_of("from_episodes", wrong)
 
 
@@ -192,7 +193,7 @@ def test_an_example_decides_the_dtypes():
         ("action: got", episode(0, 4), example.replace(action=np.bool_(0))),
         ("action: 200 cannot be stored as int8", many, example.replace(action=np.int8(0))),
     ):
-        with pytest.raises(ValueError, match=message):
+        with refused(message):
             datasets.from_episodes([one], replay, other)
 
 
@@ -202,11 +203,11 @@ def test_bad_input_is_refused(monkeypatch):
         ("takes a buffer of steps", items),
         ("the state belongs to another buffer", buffer("next_step", 8)),
     ):
-        with pytest.raises(ValueError, match=f"to_episodes: {message}"):
+        with refused(f"to_episodes: {message}"):
             datasets.to_episodes(other, jax.eval_shape(replay.init, plain_step(np.float32(0))))
     empty = made("bad/one-v0", [episode(0, 4)]).filter_episodes(lambda _: False)
-    with pytest.raises(ValueError, match="from_episodes: there is no transition"):
+    with refused("from_episodes: there is no transition"):
         datasets.from_episodes(empty, replay)
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    with pytest.raises(ImportError, match="from_episodes: a progress bar needs tqdm"):
+    with refused("from_episodes: a progress bar needs tqdm", ImportError):
         datasets.from_episodes([episode(0, 4)], replay, progress=True)

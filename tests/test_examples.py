@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
-from tests.conftest import ALL, SOAK
+from tests.conftest import ALL, SOAK, thorough
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 needs_gymnax = pytest.mark.skipif(
@@ -206,7 +206,7 @@ CLAIMS = {
 @needs_gymnax
 @pytest.mark.parametrize(
     "name",
-    [name if name == "dqn" else pytest.param(name, marks=pytest.mark.thorough) for name in CLAIMS],
+    [name if name == "dqn" else thorough(name) for name in CLAIMS],
 )
 def test_what_an_example_says_holds(run, name):
     arguments, *claims = CLAIMS[name]

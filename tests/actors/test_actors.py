@@ -2,7 +2,6 @@
 waits; and errors reach the learner."""
 
 import contextlib
-import functools
 import itertools
 import multiprocessing
 import os
@@ -27,15 +26,14 @@ from jaxreplay.actors.block import ActorBlock, Line, News, joined
 from jaxreplay.actors.outbox import Ask, Outbox
 from jaxreplay.actors.threads import Threads
 from jaxreplay.stateful.actor_host import ActorHost
-from tests.conftest import ALL, SOAK
+from tests.conftest import ALL, SOAK, thorough
 from tests.support import acting
 from tests.support.interrupting import check_each_moment
-from tests.support.refusals import refused
+from tests.support.refusals import check_table, refused
 
 LONG = 1600.0 if SOAK else 400.0  # seconds, on a machine that has much else to do
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
-thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 on_ray = thorough("ray")
 
 
@@ -90,7 +88,9 @@ def until(is_so):
     [
         ("threads", 64),
         ("local", 32768 if SOAK else 8192),
-        *(thorough(*one) for one in (("local", 64), ("ray", 64), ("ray", 32768))),
+        thorough("local", 64),
+        thorough("ray", 64),
+        thorough("ray", 32768),
     ],
     indirect=["on"],
 )
@@ -452,19 +452,6 @@ def test_the_others_are_taken_too(on):
     actors.stop()
 
 
-@pytest.mark.thorough  # of a process, and a signal; each line is interrupted below
-def test_an_interrupt_of_an_actor_repeats_no_step():
-    with make(limit=1.0) as replay:
-        actors = replay.start(acting.interrupted, 1, block_length=8)
-        for number, _ in enumerate(replay):
-            if number == 10:
-                time.sleep(0.3)  # actors wait, and are interrupted
-            if number > 20:
-                break
-        actors.stop()
-        acting.check_rows(replay, 4, gaps=10**6)
-
-
 class Granting(Outbox):
     """Grants a block to an actor that waits for it. Keeps number, times and `resets` of blocks,
     each of which was granted first."""
@@ -603,6 +590,21 @@ def test_an_interrupt_of_a_stop_leaves_nothing(monkeypatch):
     replay.close()
 
 
+BAD = {
+    "start(lambda actor: None, 2)": "start: act cannot be sent to another process",
+    "start(few, 3)": "4 envs cannot be divided among num_actors=3",
+    "start(few, 0)": "num_actors must be",
+    "start(few, 2, block_length=0)": "block_length must be",
+    "start(few, 2, max_staleness=-1)": "max_staleness must be an int of at least 0",
+    "start(few, 2, max_restarts=-1)": "max_restarts must be an int of at least 0",
+    "start(few, 2, seed=-1)": "seed must be an int of at least 0",
+    "start(few, 2, block_timeout=-1)": "block_timeout must be a number of seconds",
+    "start(few, 2, member='x')": "member='x', but this Replay has one buffer",
+    "start(ends, 2)": "act must accept the call",
+    "start(few, 2, params=lambda: 0)": "start: the parameters cannot be pickled",
+}
+
+
 def test_wrong_arguments_and_steps_are_refused():
     example = acting.EXAMPLE
     with make(example=example) as replay:
@@ -610,24 +612,7 @@ def test_wrong_arguments_and_steps_are_refused():
         with refused(r"obs: got int32\[4, 4\], expected int32\[4, 3\]", RuntimeError):
             replay.sample()
     with make() as replay:
-        with refused("start: act cannot be sent to another process"):
-            replay.start(lambda actor: None, 2)
-        for options, said in (
-            ({"num_actors": 3}, "4 envs cannot be divided among num_actors=3"),
-            ({"num_actors": 0}, "num_actors must be"),
-            ({"num_actors": 2, "block_length": 0}, "block_length must be"),
-            ({"num_actors": 2, "max_staleness": -1}, "max_staleness must be an int of at least 0"),
-            ({"num_actors": 2, "max_restarts": -1}, "max_restarts must be an int of at least 0"),
-            ({"num_actors": 2, "seed": -1}, "seed must be an int of at least 0"),
-            ({"num_actors": 2, "block_timeout": -1}, "block_timeout must be a number of seconds"),
-            ({"num_actors": 2, "member": "x"}, "member='x', but this Replay has one buffer"),
-        ):
-            with refused(said):
-                replay.start(acting.few, **options)
-        with refused("act must accept the call"):
-            replay.start(acting.ends, 2)
-        with refused("start: the parameters cannot be pickled"):
-            replay.start(acting.few, 2, params=lambda: 0)
+        check_table(BAD, {"start": replay.start, "few": acting.few, "ends": acting.ends})
         assert replay._actors == {}
         replay.start(acting.bad_extras, 1, on=Threads, max_restarts=0, version_key="version")
         with refused("version_key='version' needs extras that are a dict", RuntimeError):

@@ -37,19 +37,6 @@ def test_a_lost_block_is_a_gap():
     assert inbox.ask(0) == (3, 3)
 
 
-def test_blocks_of_an_incarnation_that_has_ended_are_added_before_the_next():
-    inbox = Inbox(1)
-    inbox.begin(0, 4)
-    inbox.receive(block(0, 4, 0))
-    inbox.lose(0)
-    assert inbox.lines[0].under_way == 0
-    inbox.begin(0, 5)
-    inbox.receive(block(0, 5, 0))
-    assert len(inbox.lines[0].waiting) == 2
-    assert add(inbox) == [(0, (4, 0), True), (0, (5, 0), True)]
-    assert inbox.lines[0].added == 1
-
-
 def test_a_load_goes_on_after_the_blocks_that_its_rows_have():
     """Blocks that came before the load are added after those of the rows, or are among them."""
     for saved, added in (

@@ -4,7 +4,6 @@ block is added once and in order, a gap is a cut, and nothing waits for ever."""
 import collections
 import copy
 import dataclasses
-import functools
 
 import numpy as np
 import pytest
@@ -12,9 +11,9 @@ from hypothesis import given, strategies as st
 
 from jaxreplay.actors.block import IN_FLIGHT, ActorBlock, Inbox
 from jaxreplay.actors.outbox import Ask, Outbox, StoppedError
+from tests.conftest import thorough
 
 pytestmark = pytest.mark.no_xla
-thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 FAULTS = ("kill", "interrupt", "save", "return")
 
 

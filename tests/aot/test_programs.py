@@ -6,7 +6,6 @@ into vector memory, which looks like a copy.
 
 import functools
 import json
-import math
 import os
 import pathlib
 import re
@@ -20,6 +19,9 @@ import devices
 import jax
 from programs import CASES, IMAGES, NUMBERS, compile_case, groups_programs, programs
 
+from tests.support.hlo import INSTRUCTION, sizes_of
+from tests.support.steps import num_bytes
+
 FEW = os.environ["JAXREPLAY_AOT"] == "libtpu"  # only the TPU, and three programs
 KERNELS = json.loads(pathlib.Path(__file__).with_name("kernels.json").read_text())
 DEVICES = {"v5e": "tpu"} if FEW else {"v5e": "tpu", "H100": "gpu"}
@@ -28,21 +30,6 @@ BATCH_SIZES = (256,) if FEW else (256, 4096)
 ONLY = {"prioritized, masked": "add to some", "writable": "write"}
 CALLS = ("add", "sample", "update", "loop", "extend", "end_streams", "add to some", "write")
 OWN_MEMORY = re.compile(r"S\(1\)")
-INSTRUCTION = re.compile(
-    r"^\s*(?:ROOT )?%?(?P<name>\S+) = (?P<type>.+?) (?P<op>[a-z][a-z0-9-]*)\((?P<rest>.*)$"
-)
-SIZES = {
-    "pred": 1,
-    "s8": 1,
-    "u8": 1,
-    "s16": 2,
-    "u16": 2,
-    "f16": 2,
-    "bf16": 2,
-    "s32": 4,
-    "u32": 4,
-    "f32": 4,
-}
 
 
 def cases():
@@ -82,8 +69,8 @@ def _built(device, platform, case, name, batch_size):
     return compile_case(CASES[case], device, platform, name, batch_size)
 
 
-def copies(text, num_bytes):
-    """Return the instructions that make an array of `num_bytes` or more, other than writes in
+def copies(text, least):
+    """Return the instructions that make an array of `least` bytes or more, other than writes in
     place.
 
     Arrays that XLA keeps in a TPU's vector memory for a while do not count: it moves no leaf of
@@ -105,22 +92,10 @@ def copies(text, num_bytes):
             continue
         if match["op"] == "copy-start" and OWN_MEMORY.search(match["type"]):
             continue
-        largest = max(map(_bytes, re.findall(r"(\w+)\[([\d,]*)\]", match["type"])), default=0)
-        if largest >= num_bytes and not OWN_MEMORY.search(match["type"]):
+        largest = max(sizes_of(match["type"]), default=0)
+        if largest >= least and not OWN_MEMORY.search(match["type"]):
             found.append(line.strip()[:200])
     return found
-
-
-def _bytes(array):
-    kind, dims = array
-    return math.prod(map(int, filter(None, dims.split(",")))) * SIZES.get(kind, 4)
-
-
-def bytes_of(tree):
-    return sum(
-        _bytes(("u8", ",".join(map(str, (*leaf.shape, leaf.dtype.itemsize)))))
-        for leaf in jax.tree.leaves(tree)
-    )
 
 
 def _sample(case, platform, batch_size):
@@ -131,7 +106,7 @@ def _sample(case, platform, batch_size):
 def leaf_bytes(case, platform, batch_size):
     """Return the bytes of the largest stored leaf."""
     _, (state, *_), _ = programs(case, platform, batch_size)["add"]
-    return max(map(bytes_of, jax.tree.leaves(state.rows.steps)))
+    return max(map(num_bytes, jax.tree.leaves(state.rows.steps)))
 
 
 @pytest.mark.parametrize(("device", "platform", "case", "name", "batch_size"), list(cases()))
@@ -140,9 +115,9 @@ def test_no_program_copies_the_buffer(device, platform, case, name, batch_size):
     tenth = leaf_bytes(case, platform, batch_size) // 10
     items = jax.eval_shape(*_sample(case, platform, batch_size)).experience
     # A large batch may itself exceed a tenth, and change its layout.
-    assert not copies(program.text, max(tenth, 2 * max(map(bytes_of, jax.tree.leaves(items)))))
+    assert not copies(program.text, max(tenth, 2 * max(map(num_bytes, jax.tree.leaves(items)))))
     _, arguments, donated = programs(case, platform, batch_size)[name]
-    inputs, batch = bytes_of(arguments[1:]), bytes_of(items)
+    inputs, batch = num_bytes(arguments[1:]), num_bytes(items)
     # Allow temporary memory for the call's arguments and results. A TPU pads rows of 8 numbers to
     # 128, in two or three arrays at a time, and may change the layout of a scan's inputs.
     filled = 40 if case in NUMBERS else 2
@@ -153,7 +128,7 @@ def test_no_program_copies_the_buffer(device, platform, case, name, batch_size):
     }.get(name, 0)
     assert program.temporary < tenth + room, f"{program.temporary:,} bytes of temporary memory"
     if donated is not None:
-        assert program.aliased >= bytes_of(arguments[0])
+        assert program.aliased >= num_bytes(arguments[0])
 
 
 @pytest.mark.parametrize(("device", "platform", "case", "name", "batch_size"), list(cases()))
@@ -185,7 +160,7 @@ def test_a_gpu_has_no_more_kernels_than_are_recorded(device, platform, case, nam
 def test_images_fit_into_a_v5e(case):
     held = built("v5e", "tpu", case, "sample", 256).held
     _, (state, *_), _ = programs(case, "cpu", 256)["sample"]
-    assert held <= 1.15 * bytes_of(state)
+    assert held <= 1.15 * num_bytes(state)
     for name in ("add", "sample"):
         assert built("v5e", "tpu", case, name, 256).temporary <= 16e6
     assert built("v5e", "tpu", case, "loop", 256).temporary <= 0.4e9
@@ -209,7 +184,7 @@ def test_groups_are_changed_in_place(device, platform, name):
     assert not copies(program.text, items // 10)
     assert program.temporary < items // 10
     # counters that are counted anew are not read
-    assert donated is None or program.aliased >= bytes_of(arguments[0]) - 16
+    assert donated is None or program.aliased >= num_bytes(arguments[0]) - 16
     assert not re.search(r" while\(", program.text)
     most = KERNELS["groups"][name]
     assert platform != "gpu" or program.kernels <= most, f"{program.kernels} kernels"

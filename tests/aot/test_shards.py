@@ -17,10 +17,11 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from programs import CASES, NUM_ENVS
-from test_programs import bytes_of, copies
+from test_programs import copies
 
 import jaxreplay as jr
 from tests.support.hlo import sent
+from tests.support.steps import num_bytes
 
 D, BATCH_SIZE = 4, 256
 NAMES = ("uniform", "prioritized", "uniform, images")
@@ -73,7 +74,7 @@ def test_shards_of_four_tpus(name):
     whole = case.replay("tpu", BATCH_SIZE)
     buffer = jr.sharded(dataclasses.replace(whole, capacity=D * whole.capacity), mesh)
     own, programs = compiled(buffer, case)
-    tenth = max(map(bytes_of, jax.tree.leaves(own.rows.steps))) // 10
+    tenth = max(map(num_bytes, jax.tree.leaves(own.rows.steps))) // 10
     for one, program in programs.items():
         assert not copies(program.as_text(), tenth), one
         assert program.memory_analysis().temp_size_in_bytes < tenth, one

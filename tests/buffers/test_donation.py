@@ -12,6 +12,7 @@ import pytest
 import jaxreplay as jr
 from jaxreplay.buffers import state_checks
 from tests.support.compilations import count_programs
+from tests.support.refusals import refused
 from tests.support.steps import nth, plain_step, stacked
 
 ONE = np.ones(2, np.float32)
@@ -39,7 +40,7 @@ def test_an_eager_change_of_a_large_state_warns_once_with_the_cure(buffer, examp
     """The item is wrong, so that nothing is compiled: the warning comes before the error."""
     state = buffer.init(example)
     with (
-        pytest.raises(ValueError, match="add:"),
+        refused("add:"),
         pytest.warns(
             jr.CopyWarning,
             match=r"add was called outside of jit: it copies the whole buffer \(\d\d "
@@ -48,10 +49,10 @@ def test_an_eager_change_of_a_large_state_warns_once_with_the_cure(buffer, examp
     ):
         buffer.add(state, item)
     assert caught[0].filename == __file__
-    with pytest.raises(ValueError, match="add:"):
+    with refused("add:"):
         buffer.add(state, item)
     with (
-        pytest.raises(ValueError, match="extend:"),
+        refused("extend:"),
         pytest.warns(jr.CopyWarning, match="extend was"),
     ):
         buffer.extend(state, item)
@@ -59,7 +60,7 @@ def test_an_eager_change_of_a_large_state_warns_once_with_the_cure(buffer, examp
 
 def test_a_small_state_a_jitted_one_and_a_sample_do_not_warn():
     small, large = (jr.items(capacity=1 << size, batch_size=2) for size in (10, 22))
-    with pytest.raises(ValueError, match="add:"):
+    with refused("add:"):
         small.add(small.init(0.0), np.zeros(1, np.int32))
     state, item = large.init(0.0), np.ones(1, np.float32)
     jax.eval_shape(lambda: large.sample(state, jax.random.key(0)))
@@ -111,7 +112,7 @@ def test_all_methods_agree_also_inside_of_jit_and_vmap():
     for got in (inner(state), nth(inside, 0)):
         chex.assert_trees_all_equal(*jax.device_get((got, expected)))
     assert (int(got[0][0]), bool(got[0][1])) == (8, True)
-    with pytest.raises(ValueError, match=r"add: *\n.*got float32\[2, 1\]"):
+    with refused(r"add: *\n.*got float32\[2, 1\]"):
         jax.eval_shape(lambda: buffer.add(state, STEP.replace(reward=ONE[:, None])))
 
 
@@ -124,7 +125,7 @@ def test_a_change_of_priorities_moves_the_samplers_part_alone():
     for before, after in zip(jax.tree.leaves(old.rows), jax.tree.leaves(new.rows), strict=True):
         assert before is after
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old.sampler) if leaf.size > 1)
-    with pytest.raises(ValueError, match="this state was donated"):
+    with refused("this state was donated"):
         buffer.sample(old, jax.random.key(0), 3)
 
 

@@ -14,7 +14,7 @@ import pytest
 import jaxreplay as jr
 from tests.buffers import test_contract, test_in_place
 from tests.checkpoint import test_changed_buffer, test_checkpoint
-from tests.conftest import ALL
+from tests.conftest import ALL, thorough
 from tests.samplers import test_laws
 from tests.support.buffers import Case, everything, jitted
 
@@ -102,7 +102,7 @@ def a_larger_buffer_restores_what_it_adopts(case, path):
 
 SAVES = (
     test_checkpoint.test_a_restored_state_goes_on_to_the_last_bit,
-    pytest.param(a_larger_buffer_restores_what_it_adopts, marks=pytest.mark.thorough),
+    thorough(a_larger_buffer_restores_what_it_adopts),
 )
 
 
@@ -181,11 +181,8 @@ FUNCTIONS = {
     ("kind", "rows"),
     [
         ("dataclass", "jitted"),
-        *(
-            pytest.param(kind, rows, marks=pytest.mark.thorough)
-            for kind in FUNCTIONS
-            for rows in ("device", "host")
-        ),
+        ("nested jit", "host"),
+        *(thorough(kind, rows) for kind in FUNCTIONS for rows in ("device", "host")),
     ],
 )
 def test_functions_that_differ_only_in_an_array_are_not_mistaken_for_each_other(kind, rows):

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
-from tests.conftest import ALL
+from tests.conftest import ALL, thorough
 from tests.support.buffers import CATALOG, FEW, each
 from tests.support.hlo import check_in_place, compiled, large_temporaries
+from tests.support.refusals import refused
 from tests.support.steps import nth
 
 CAPACITY, POPULATION, STEPS = 1 << 17, 16, 5
@@ -117,7 +118,7 @@ def check(form, row):
             donated=0,
         )
         if form == "population" and "update" in name and jax.__version_info__[:2] == (0, 6):
-            with pytest.raises(AssertionError, match="u8"):  # copies the flags, a byte a row
+            with refused("u8", AssertionError):  # copies the flags, a byte a row
                 run()
             continue
         try:
@@ -127,7 +128,7 @@ def check(form, row):
 
 
 # A population in a scan has the most ways to copy: selects over buffers, and what a loop carries.
-FORMS = ("population", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("alone", "scan")))
+FORMS = "population", thorough("alone"), thorough("scan")
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -166,5 +167,5 @@ def test_the_judge_sees_a_copy():
     def both(state):
         return buffer.add(state, case.step()), state.rows.steps
 
-    with pytest.raises(AssertionError, match="as large as the storage"):
+    with refused("as large as the storage", AssertionError):
         check_in_place(both, (state,), num_elements=CAPACITY, donated=0)

@@ -9,6 +9,7 @@ import pytest
 
 import jaxreplay as jr
 from jaxreplay import datasets
+from tests.support.refusals import refused
 from tests.support.sampling import assert_same
 from tests.support.steps import begun, nth, plain_step
 
@@ -79,7 +80,7 @@ def test_other_ways_in_take_rewards_of_several_agents():
     empty = jax.jit(lambda: rollout.init(nth(trajectory, 0)))()
     state = rollout.from_trajectories(empty, [trajectory])
     assert state.steps.reward["b"][:5, 0].tolist() == (-time[:5]).tolist()
-    with pytest.raises(ValueError, match="each needs a value of its own"):
+    with refused("each needs a value of its own"):
         jax.eval_shape(
             lambda state: rollout.advantages(state, jnp.zeros((8, 1)), jnp.zeros(1), gamma=0.9),
             state,
@@ -144,6 +145,6 @@ def test_a_function_of_the_user_runs_once_a_trace():
     sample = lambda state: jr.jit(buffer).sample(state, jax.random.key(0))
     jax.eval_shape(sample, state)
     assert len(calls) == 2
-    with pytest.raises(ValueError, match="an error of its own"):
+    with refused("an error of its own"):
         jax.eval_shape(lambda state: sample(state), state)
     assert len(calls) == 3

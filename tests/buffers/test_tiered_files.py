@@ -22,7 +22,7 @@ import pytest
 import jaxreplay as jr
 from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError
 from jaxreplay.storage import file_rows
-from tests.conftest import ALL
+from tests.conftest import ALL, thorough
 from tests.support import row_writer
 from tests.support.refusals import refused, warned
 from tests.support.row_writer import LENGTH, NUM_ENVS, steps
@@ -647,11 +647,7 @@ BEFORE = {
 
 @pytest.mark.parametrize(
     "call",
-    [
-        "end_streams",
-        "drop",
-        *(pytest.param(x, marks=pytest.mark.thorough) for x in ("clear", "nothing")),
-    ],
+    ["end_streams", "drop", thorough("clear"), thorough("nothing")],
 )
 def test_a_call_before_the_first_add_changes_the_rows_of_the_folder(call, tmp_path):
     """Where the shapes of a step are not known yet."""

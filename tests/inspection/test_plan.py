@@ -12,6 +12,7 @@ import jaxreplay as jr
 from tests.conftest import ALL
 from tests.support.buffers import CATALOG, FEW, each
 from tests.support.refusals import refused
+from tests.support.steps import num_bytes
 
 pytestmark = pytest.mark.no_xla
 
@@ -19,10 +20,6 @@ pytestmark = pytest.mark.no_xla
 def step_of(obs, action):
     rest = {"reward": np.float32(0), "terminated": np.False_, "truncated": np.False_}
     return {"obs": obs, "action": action, **rest}
-
-
-def num_bytes(tree):
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 @each(CATALOG if ALL else FEW)

@@ -21,10 +21,10 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 from jaxreplay import datasets, sb3
 from jaxreplay.buffers.jitted import options_here
 from jaxreplay.sb3 import columns, rows as rows_of
-from tests.conftest import ALL, SOAK
+from tests.conftest import ALL, SOAK, thorough
 from tests.support.compilations import count_programs
 from tests.support.hlo import check_in_place
-from tests.support.refusals import refused
+from tests.support.refusals import check_table, refused
 from tests.support.replays import have_few_lengths
 from tests.support.sb3_streams import (
     ACTIONS,
@@ -43,7 +43,6 @@ from tests.support.sb3_streams import (
 )
 from tests.support.steps import nth
 
-thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 N_STEPS = {"n_steps": 5, "gamma": 0.9}
 CASES = [
     ("dict", "double", 3, {}),
@@ -138,7 +137,7 @@ def test_demonstrations_are_added():
     assert (after == obs + 1).all()
     assert (done == (obs == 3)).all()
     assert ours.size() == 4
-    with pytest.raises(ValueError, match="the episodes have no transitions"):
+    with refused("the episodes have no transitions"):
         ours.add_episodes([])
 
 
@@ -299,14 +298,29 @@ def test_whole_runs_are_the_same(algorithm, env_id, n_steps):
     assert torch.equal(params, other_params)
 
 
+BAD = {
+    "sb3.ReplayBuffer(50, VECTOR, BOX, optimize_memory_usage=True)": """
+        stored once here; leave out optimize_memory_usage""",
+    **{
+        f"sb3.{kind}(50, VECTOR, BOX, n_steps=3)": """
+            n_steps=3 needs the model's gamma,
+            kwargs={'n_steps': 3, 'gamma': 0.99}"""
+        for kind in ("NStepReplayBuffer", "PrioritizedReplayBuffer")
+    },
+    "sb3.DictReplayBuffer(50, VECTOR, BOX)": "not a Dict; use ReplayBuffer",
+    "sb3.ReplayBuffer(50, VECTOR, BOX, storage_device='cpu', rows='host')": """
+        rows='host' takes no storage_device""",
+    "sb3.ReplayBuffer(50, VECTOR, BOX, rows='disk')": """
+        rows must be "host", or the path of a folder""",
+    "hindsight.make(goal_selection_strategy='past')": """
+        goal_selection_strategy must be one of future, final, episode, got 'past'""",
+    "hindsight.make(kind=sb3.PrioritizedHerReplayBuffer, n_steps=2)": """
+        the env computes the rewards of single steps; leave out n_steps=2""",
+}
+
+
 def test_bad_options_are_refused():
-    with refused("stored once here; leave out optimize_memory_usage"):
-        sb3.ReplayBuffer(50, VECTOR, BOX, optimize_memory_usage=True)
-    for kind in (sb3.NStepReplayBuffer, sb3.PrioritizedReplayBuffer):
-        with refused(r"n_steps=3 needs the model's gamma, .*kwargs={'n_steps': 3, 'gamma': 0.99}"):
-            kind(50, VECTOR, BOX, n_steps=3)
-    with refused("not a Dict; use ReplayBuffer"):
-        sb3.DictReplayBuffer(50, VECTOR, BOX)
+    check_table(BAD, globals())
     with refused("abacus", RuntimeError):
         sb3.ReplayBuffer(50, VECTOR, BOX, storage_device="abacus")
 

@@ -1,7 +1,6 @@
 """Hindsight replay for Stable-Baselines3: goals achieved later in the episode, and the env's
 rewards for them."""
 
-import functools
 import pickle
 
 import numpy as np
@@ -13,11 +12,11 @@ from scipy import stats
 from jaxreplay import sb3
 from jaxreplay.sb3 import hindsight
 from jaxreplay.stateful import places
+from tests.conftest import thorough
 from tests.support.hlo import check_in_place
 from tests.support.refusals import refused, warned
 from tests.support.replays import have_one_length
 
-thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 ONE = spaces.Box(-np.inf, np.inf, (1,), np.float64)
 SPACE = spaces.Dict(observation=ONE, achieved_goal=ONE, desired_goal=ONE)
 ACTION = spaces.Box(-1, 1, (2,))
@@ -181,23 +180,9 @@ def test_of_an_episode_that_goes_on_what_was_achieved_so_far_is_drawn(options):
     assert options or buffer.env.infos == [{}] * 1600
 
 
-def test_bad_options_are_refused():
-    with refused("goal_selection_strategy must be one of future, final, episode, got 'past'"):
-        make(goal_selection_strategy="past")
-    with refused("the env computes the rewards of single steps; leave out n_steps=2"):
-        make(kind=sb3.PrioritizedHerReplayBuffer, n_steps=2)
-    buffer = make()
-    fill(buffer, 20)
-    with refused("batch_size must be an int of at least 1, got 0"):
-        buffer.sample(0)
-
-
 @pytest.mark.parametrize(
     ("num_goals", "size", "num_new"),
-    [
-        (4, 1, 0),
-        *(pytest.param(*one, marks=pytest.mark.thorough) for one in ((0, 7, 0), (4, 7, 5))),
-    ],
+    [(4, 1, 0), thorough(0, 7, 0), thorough(4, 7, 5)],
 )
 def test_a_batch_of_any_size(num_goals, size, num_new):
     buffer = make(n_sampled_goal=num_goals)
@@ -206,6 +191,8 @@ def test_a_batch_of_any_size(num_goals, size, num_new):
     assert int((goal != -1).sum()) == num_new
     assert batch.observations["observation"].dtype == torch.float64
     assert batch.rewards.shape == batch.dones.shape == (size, 1)
+    with refused("batch_size must be an int of at least 1, got 0"):
+        buffer.sample(0)
 
 
 def test_an_episode_may_end_where_the_buffer_was_saved():

@@ -11,6 +11,7 @@ from gymnasium import spaces
 
 from jaxreplay import sb3
 from jaxreplay.stateful import places
+from tests.conftest import thorough
 from tests.sb3 import test_sb3_hindsight as goals
 from tests.support.interrupting import (
     check_comparisons,
@@ -83,7 +84,7 @@ def test_an_interrupt_at_any_line_of_an_add_leaves_each_row_its_own_infos():
 
 @pytest.mark.parametrize(
     "kind",
-    ["PrioritizedReplayBuffer", pytest.param("HerReplayBuffer", marks=pytest.mark.thorough)],
+    ["PrioritizedReplayBuffer", thorough("HerReplayBuffer")],
 )
 def test_an_interrupt_while_buffers_are_compared_is_one(kind):
     def calls():

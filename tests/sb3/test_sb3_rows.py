@@ -10,6 +10,7 @@ import pytest
 
 from jaxreplay import sb3
 from jaxreplay.storage import ring
+from tests.conftest import thorough
 from tests.sb3 import test_sb3_hindsight as hindsight, test_sb3_saves as saves
 from tests.support.refusals import refused
 from tests.support.replays import have_few_lengths
@@ -17,7 +18,6 @@ from tests.support.sb3_streams import BOX, DICT, VECTOR, added_to, check_same, s
 
 SIZE = 60
 _few_lengths = pytest.fixture(autouse=True)(have_few_lengths)
-thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 KINDS = {
     "dict": lambda **rows: sb3.DictReplayBuffer(SIZE, DICT, BOX, n_envs=3, **rows),
     "priorities": lambda **rows: sb3.PrioritizedReplayBuffer(
@@ -106,13 +106,6 @@ def test_a_folder_goes_on_if_it_is_resumed_and_else_begins_anew(tmp_path):
     model.replay_buffer.close()
     with refused("the rows of this checkpoint are not in"):
         sb3.resume(saved, made())
-
-
-def test_a_place_and_a_device_are_refused():
-    with refused("rows='host' takes no storage_device"):
-        sb3.ReplayBuffer(50, VECTOR, BOX, storage_device="cpu", rows="host")
-    with refused('rows must be "host", or the path of a folder'):
-        sb3.ReplayBuffer(50, VECTOR, BOX, rows="disk")
 
 
 @pytest.mark.parametrize("kind", [thorough("dict"), "priorities", thorough("goals")])

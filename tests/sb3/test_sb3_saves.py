@@ -11,6 +11,7 @@ from stable_baselines3.common.envs import BitFlippingEnv
 from stable_baselines3.common.vec_env import DummyVecEnv
 
 from jaxreplay import checkpoint, sb3
+from tests.conftest import thorough
 from tests.support.refusals import refused
 
 
@@ -64,7 +65,7 @@ def params_of(model):
     "name",
     [
         "two envs",
-        *(pytest.param(name, marks=pytest.mark.thorough) for name in MODELS if name != "two envs"),
+        *(thorough(name) for name in MODELS if name != "two envs"),
     ],
 )
 def test_a_resumed_run_ends_as_one_without_a_break(name, tmp_path):

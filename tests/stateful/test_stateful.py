@@ -14,7 +14,7 @@ import jaxreplay as jr
 from jaxreplay import checkpoint
 from jaxreplay.buffers import memory, tiered
 from jaxreplay.stateful import places
-from tests.conftest import ALL, SOAK
+from tests.conftest import ALL, SOAK, thorough
 from tests.support.compilations import count_programs
 from tests.support.refusals import check_refused, refused, warned
 from tests.support.replays import (
@@ -207,7 +207,7 @@ class Both:
 
 @pytest.mark.parametrize(
     "name",
-    ["masked", *(pytest.param(one, marks=pytest.mark.thorough) for one in [*BUFFERS][1:])],
+    ["masked", *(thorough(one) for one in [*BUFFERS][1:])],
 )
 @settings(max_examples=200 if SOAK else 20 if ALL else 5)
 @given(

@@ -15,7 +15,7 @@ import pytest
 import jaxreplay as jr
 from jaxreplay.buffers import memory
 from jaxreplay.stateful.rate_limiter import RateLimiter
-from tests.conftest import SOAK
+from tests.conftest import SOAK, thorough
 from tests.support.refusals import refused
 from tests.support.replays import (
     PRIORITIZED,
@@ -163,9 +163,9 @@ def test_batches_that_were_drawn_ahead_are_the_same():
     ("rows", "ahead", "copy"),
     [
         ("device", 2, False),
-        pytest.param("files", 1, False, marks=pytest.mark.thorough),
-        pytest.param("files", 2, True, marks=pytest.mark.thorough),
-        pytest.param("host", 0, False, marks=pytest.mark.thorough),
+        thorough("files", 1, False),
+        thorough("files", 2, True),
+        thorough("host", 0, False),
     ],
 )
 def test_batches_that_were_drawn_ahead_are_saved(rows, ahead, copy, tmp_path, monkeypatch):
@@ -199,7 +199,7 @@ def test_batches_that_were_drawn_ahead_are_saved(rows, ahead, copy, tmp_path, mo
     assert not smaller._drawn  # their indices mean other rows
 
 
-@pytest.mark.parametrize("rows", [pytest.param("device", marks=pytest.mark.thorough), "files"])
+@pytest.mark.parametrize("rows", [thorough("device"), "files"])
 def test_batches_of_a_mixture_that_were_drawn_ahead_are_saved(rows, tmp_path):
     """Load without an example: it is that of the checkpoint, or of the files."""
     items = jr.items(capacity=16, batch_size=2)
@@ -226,9 +226,7 @@ def test_batches_of_a_mixture_that_were_drawn_ahead_are_saved(rows, tmp_path):
         assert_same(again.sample(), whole.sample())
 
 
-@pytest.mark.parametrize(
-    "rows", ["device", pytest.param("host", marks=pytest.mark.thorough), "files"]
-)
+@pytest.mark.parametrize("rows", ["device", thorough("host"), "files"])
 def test_a_queue_loses_no_row_that_was_drawn_ahead_of_a_save(rows, tmp_path):
     queue = jr.items(capacity=8, batch_size=2, sampler=jr.Queue())
     made = lambda: jr.Replay(queue, prefetch=2, rows=tmp_path / "rows" if rows == "files" else rows)

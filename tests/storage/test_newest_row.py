@@ -11,7 +11,7 @@ import pytest
 import jaxreplay as jr
 from jaxreplay.buffers.jitted import program
 from jaxreplay.storage import newest_row
-from tests.conftest import SOAK
+from tests.conftest import SOAK, thorough
 from tests.support import oracle_views
 from tests.support.buffers import add_step
 from tests.support.hlo import check_in_place
@@ -21,13 +21,9 @@ from tests.support.steps import nth, stacked
 
 NUM_ENVS, LENGTH, DISCOUNT = 3, 8, 0.9
 SAMPLERS = {"uniform": jr.Uniform(), "prioritized": jr.Prioritized(alpha=0.5)}
-THOROUGH = pytest.mark.thorough  # of the same promises
 cases = pytest.mark.parametrize(
     ("sampler", "n_step"),
-    [
-        ("prioritized", 3),
-        *(pytest.param(*one, marks=THOROUGH) for one in (("uniform", 1), ("prioritized", 1))),
-    ],
+    [("prioritized", 3), thorough("uniform", 1), thorough("prioritized", 1)],
 )
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import jaxreplay as jr
 from jaxreplay.storage import platforms, stored_arrays, tiles
-from tests.conftest import ALL
+from tests.conftest import ALL, thorough
 from tests.support.buffers import KINDS, bits, each, everything, jitted
 
 SHAPES = [(1,), (3,), (48,), (49,), (3, 5), (64,), (100,), (127,), (128,), (129,), (376,), (31,)]
@@ -156,13 +156,7 @@ def test_the_default_is_that_of_the_device_that_new_arrays_go_to():
 @each(KINDS if ALL else [PRIORITIZED])
 @pytest.mark.parametrize(
     ("before", "after"),
-    [
-        ("cpu", "tpu"),
-        *(
-            pytest.param(*two, marks=pytest.mark.thorough)
-            for two in (("tpu", "cpu"), ("cpu", "gpu"))
-        ),
-    ],
+    [("cpu", "tpu"), thorough("tpu", "cpu"), thorough("cpu", "gpu")],
 )
 def test_a_checkpoint_goes_from_one_platform_to_another(case, before, after, tmp_path):
     checkpoint = pytest.importorskip("jaxreplay.checkpoint", reason="an extra is not installed")

@@ -114,28 +114,6 @@ def failing(actor):
     raise KeyError(f"the env of actor {actor.index} broke, in incarnation {actor.incarnation}")
 
 
-def interrupted(actor):
-    """Take steps, of which a signal interrupts some at any moment, but for those of the first
-    block."""
-    may_raise = False
-
-    def interrupt(*_):
-        if may_raise:
-            raise TimeoutError
-
-    signal.signal(signal.SIGALRM, interrupt)
-    time = 0
-    while actor.running:
-        with contextlib.suppress(TimeoutError):
-            try:
-                may_raise = time >= 8
-                signal.setitimer(signal.ITIMER_REAL, 0.003)
-                actor.add(step_of(actor, time))
-            finally:
-                may_raise = False
-        time += 1
-
-
 def stubborn(actor):
     """Take no notice of errors, and of the end."""
     while True:

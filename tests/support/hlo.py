@@ -6,6 +6,8 @@ import re
 
 import jax
 
+from tests.support.steps import num_bytes
+
 # These operations name an existing array, or change one in place.
 IN_PLACE = {
     "parameter",
@@ -22,7 +24,8 @@ IN_PLACE |= {"scatter", "dynamic-update-slice"}
 _EMITTERS = "xla_cpu_use_fusion_emitters"
 AS_FOR_USERS = {_EMITTERS: True} if _EMITTERS in os.environ.get("XLA_FLAGS", "") else {}
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-SIZES = {"pred": 1, "s8": 1, "u8": 1, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4}
+# of an element in bytes; others have 4
+SIZES = dict.fromkeys(("pred", "s8", "u8"), 1) | dict.fromkeys(("s16", "u16", "f16", "bf16"), 2)
 INSTRUCTION = re.compile(
     r"^\s*(ROOT )?%?(?P<name>\S+) = (?P<type>.+?) (?P<op>[a-z][a-z0-9-]*)\((?P<rest>.*)$"
 )
@@ -93,12 +96,19 @@ def check_in_place(
         f"{memory.temp_size_in_bytes} bytes of temporary memory"
     )
     if donated is not None:
-        leaves = jax.tree.leaves(arguments[donated])
-        expected = reused or sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+        expected = reused or num_bytes(arguments[donated])
         assert memory.alias_size_in_bytes == expected, (
             f"{memory.alias_size_in_bytes} of {expected} bytes are reused"
         )
     return text
+
+
+def sizes_of(shape):
+    """Return the bytes of each array in a type such as `f32[4,2]{1,0}`, or in a tuple."""
+    return [
+        math.prod(map(int, filter(None, dims.split(",")))) * SIZES.get(kind, 4)
+        for kind, dims in re.findall(r"(\w+)\[([\d,]*)\]", shape)
+    ]
 
 
 def sent(text):
@@ -107,10 +117,5 @@ def sent(text):
     for line in text.splitlines():
         match = re.match(r"^\s*(?:ROOT )?%?\S+ = (.+?) ([a-z-]+)\(", line)
         if match and match[2].removesuffix("-start") in COLLECTIVES:
-            arrays = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
-            size = sum(
-                math.prod(map(int, filter(None, dims.split(",")))) * SIZES[kind]
-                for kind, dims in arrays
-            )
-            found.append((match[2].removesuffix("-start"), size))
+            found.append((match[2].removesuffix("-start"), sum(sizes_of(match[1]))))
     return sorted(found)

@@ -16,6 +16,10 @@ def stacked(trees):
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
 
 
+def num_bytes(tree):
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
 def plain_step(number, **fields):
     """Return a step, or several, whose observation, action and reward are `number`, in an episode
     without end. `fields` take the place of these fields."""
