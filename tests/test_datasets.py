@@ -22,6 +22,7 @@ from jaxreplay import datasets
 from jaxreplay.datasets.episodes import rows_of, steps_of
 from tests.support.buffers import everything, jitted
 from tests.support.refusals import refused
+from tests.support.sampling import assert_same
 from tests.support.steps import nth, plain_step
 
 # Minari's recommendations for a dataset's metadata.
@@ -77,7 +78,7 @@ def exported(replay, state, name, **options):
 def assert_equal(got, wanted):
     for one, other in zip(got, wanted, strict=True):
         for name in ("observations", "actions", "rewards", END, CUT):
-            jax.tree.map(np.testing.assert_array_equal, getattr(one, name), getattr(other, name))
+            assert_same(getattr(one, name), getattr(other, name))
 
 
 def test_there_and_back(capsys, tmp_path):
@@ -90,7 +91,7 @@ def test_there_and_back(capsys, tmp_path):
     with h5py.File(tmp_path / "there/one-v0/data/main_data.hdf5") as file:
         other = datasets.from_arrays(file, replay, progress=True)
     assert "from_arrays: 48.0row" in capsys.readouterr().err
-    jax.tree.map(np.testing.assert_array_equal, other, state)
+    assert_same(other, state)
     assert int(state.filled.sum()) == replay.capacity == 48
     assert state.rows.steps.obs["goal"].dtype == np.float32  # float64 is stored as float32
     every = jax.device_get(everything(replay)(state, 0))

@@ -147,6 +147,22 @@ MAKING = {
         f"jr.Replay(mixture).{name}(STEP)": f"{name}: member=None, but\n'one', 'two'"
         for name in ("add", "get", "age", "merge", "add_episodes")
     },
+    # Waits and batches ahead of a replay.
+    **{
+        f"{call}timeout={wrong})": f"{name}: timeout must be a number of seconds, at least 0, got"
+        for wrong in ("float('nan')", "-1", "'1'", "True")
+        for name, call in (
+            ("Replay", "jr.Replay(uniform, "),
+            ("add", "jr.Replay(uniform, samples_per_insert=1.0).add(STEP, "),
+            ("sample", "jr.Replay(uniform, samples_per_insert=1.0).sample("),
+        )
+    },
+    **{
+        f"jr.Replay(uniform, samples_per_insert={wrong})": """
+            samples_per_insert must be a positive number"""
+        for wrong in ("0", "-1", "float('inf')", "float('nan')")
+    },
+    "jr.Replay(uniform, prefetch=-1)": "prefetch must be an int of at least 0, got -1",
     # A replay without rows.
     "jr.Replay(uniform).save('folder')": "save: nothing was added yet",
     "jr.Replay(uniform).get([0])": "get: nothing was added yet",

@@ -26,6 +26,7 @@ from tests.conftest import ALL, thorough
 from tests.support import row_writer
 from tests.support.refusals import refused, warned
 from tests.support.row_writer import LENGTH, NUM_ENVS, steps
+from tests.support.sampling import assert_same
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -81,7 +82,7 @@ def check_rows(tier, state, first, end):
         np.testing.assert_array_equal(np.asarray(state.rows.flags)[rows], flags[rows])
         assert size == its_size
         found = tier.sample(state, jax.random.key(end))
-        jax.tree.map(np.testing.assert_array_equal, found, batch)
+        assert_same(found, batch)
 
 
 def test_what_a_checkpoint_says_is_on_the_disk_before_it(tmp_path, monkeypatch):
@@ -420,7 +421,7 @@ def test_a_checkpoint_of_the_index_has_the_rows_that_were_not_overwritten_since(
     wanted = jax.tree.map(np.array, tier.whole(state))
     # nothing was overwritten: the state is the same, with its priorities
     found = saver.restore(example())
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(tier.whole(found)), wanted)
+    assert_same(jax.device_get(tier.whole(found)), wanted)
     # after 25 more steps of an agent that is killed, 25 rows of each env are left
     state = fed(tier, found, 60, 85)
     tier.close()
@@ -619,7 +620,7 @@ def test_a_copy_is_restored_anywhere_and_a_damaged_one_replaces_nothing(tmp_path
         other = jr.tiered(row_writer.buffer(), rows=place)
         found = Checkpointer(tmp_path / "copy", other).restore(example())
         for one in (other.whole(found), plain):
-            jax.tree.map(np.testing.assert_array_equal, jax.device_get(one), whole)
+            assert_same(jax.device_get(one), whole)
         other.close()
     tier.close()
     other, found = opened(tmp_path / "other")

@@ -185,23 +185,6 @@ def test_a_form_shows_the_methods_of_the_buffer():
     assert buffer.memory(EXAMPLE) == BUFFER.memory(EXAMPLE)
 
 
-def test_a_jitted_buffer_compiles_map_rows_once_for_each_function():
-    buffer, num = jr.jit(jr.items(capacity=16, num_envs=2, batch_size=4, allow_write=True)), 0
-
-    def add(item, number):
-        nonlocal num
-        num += 1
-        return {"reward": item["reward"] + number}
-
-    state = buffer.add(buffer.init({"reward": np.float32(0)}), {"reward": NUMBERS})
-    for number in np.float32([1, 2]):
-        before, state = state, buffer.map_rows(state, add, number, block=16)
-        assert before.rows.steps["reward"].is_deleted()
-        traced, num = num, 0
-    assert traced == 0
-    assert np.asarray(state.rows.steps["reward"])[[0, 8]].tolist() == [3.0, 3.0]
-
-
 @pytest.mark.parametrize("name", TAKERS)
 def test_what_takes_a_buffer_takes_a_jitted_one(name, tmp_path):
     buffer, state = jr.jit(BUFFER), BUFFER.init(EXAMPLE)

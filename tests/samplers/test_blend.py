@@ -8,12 +8,12 @@ import pytest
 
 import jaxreplay as jr
 from jaxreplay._util import random
-from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.checkpoint import Checkpointer
 from jaxreplay.samplers.shares import shares
 from tests.conftest import SOAK
 from tests.samplers.test_laws import check
 from tests.support.buffers import draw
+from tests.support.sampling import adopt, can_sample, extend, get, metrics, pop, sample
 from tests.support.steps import begun, nth, plain_step
 
 BATCH, ROWS = 10, 17  # of each of two envs
@@ -37,11 +37,6 @@ BLENDS = {
     "two trees": {"one": (PRIORITIZED, 0.25), "two": (SQUARE_ROOT, 0.75)},
     "without priorities": {"uniform": (UNIFORM, 0.85), "newest": (NEWEST, 0.15)},
 }
-# A buffer is a pytree without leaves: its methods are jitted once for all equal buffers.
-extend, pop, sample, get, adopt, metrics, can_sample = (
-    jax.jit(getattr(ReplayBuffer, name))
-    for name in ("extend", "pop", "sample", "get", "adopt", "metrics", "can_sample")
-)
 
 
 def buffer_of(name):

@@ -11,17 +11,20 @@ from jaxreplay.targets import importance_weights
 from tests.conftest import thorough
 from tests.samplers.test_laws import check as check_law
 from tests.support.buffers import bits
-from tests.support.sampling import sample, step_of
+from tests.support.sampling import (
+    can_sample,
+    clear,
+    get,
+    metrics,
+    sample,
+    step_of,
+    update,
+)
 from tests.support.steps import nth, plain_step
 
 NUM_ENVS, LENGTH = 50, 4
 ROWS = np.arange(NUM_ENVS) * LENGTH  # the first row of each stream
 
-# A buffer is a pytree without leaves, so equal buffers share their jitted methods.
-update, get, clear, metrics, can_sample = (
-    jax.jit(getattr(jr.ReplayBuffer, name))
-    for name in ("update_priorities", "get", "clear", "metrics", "can_sample")
-)
 nothing = step_of(np.zeros(NUM_ENVS))
 
 

@@ -221,14 +221,14 @@ def test_members_of_a_mixture_may_lie_in_different_places(rows, prefetch, tmp_pa
         replay.add(steps(0), member="online")
     for number in range(4):
         found, expected = elsewhere.sample(), on_device.sample()
-        jax.tree.map(np.testing.assert_array_equal, found, expected)
+        assert_same(found, expected)
         for replay, batch in ((elsewhere, found), (on_device, expected)):
             replay.update_priorities(batch.index, 1.0 + np.arange(8))
             replay.add(nth(steps(6 + number), 0), member="online")
         if not prefetch:
             fractions = {"demos": 0.75, "online": 0.25}
             found, expected = (one.sample(fractions=fractions) for one in (elsewhere, on_device))
-            jax.tree.map(np.testing.assert_array_equal, found, expected)
+            assert_same(found, expected)
     if rows != "demos of a checkpoint":
         elsewhere.save(tmp_path / "saved", copy=True)
         again = mixed(**options)

@@ -8,7 +8,13 @@ from jaxreplay.views.transition import TransitionView
 from tests.support.steps import plain_step
 
 # A buffer is a pytree without leaves: its methods are jitted once for all equal buffers.
-init, add, size = (jax.jit(getattr(ReplayBuffer, name)) for name in ("init", "add", "size"))
+init, add, extend, size, get, adopt, update, clear, metrics, can_sample = (
+    jax.jit(getattr(ReplayBuffer, name))
+    for name in (
+        *("init", "add", "extend", "size", "get", "adopt", "update_priorities", "clear"),
+        *("metrics", "can_sample"),
+    )
+)
 pop, sample = (jax.jit(getattr(ReplayBuffer, name), static_argnums=3) for name in ("pop", "sample"))
 
 

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxreplay as jr
+from tests.support.sampling import get
 from tests.support.steps import begun, nth, plain_step
-
-get = jax.jit(jr.ReplayBuffer.get)
 
 
 def test_a_floating_reward_keeps_its_dtype_and_shape_and_an_integer_one_becomes_float32():
