@@ -12,8 +12,7 @@ from tests.buffers import test_verbs as verbs
 from tests.conftest import ALL
 from tests.support.buffers import CATALOG, KINDS, each
 from tests.support.refusals import refused
-from tests.support.sampling import assert_same
-from tests.support.steps import nth, plain_step, stacked
+from tests.support.steps import stacked
 
 SHARED = {"capacity": 64, "num_envs": 2, "batch_size": 8, "autoreset": "next_step"}
 ZERO = np.zeros(2, np.float32)
