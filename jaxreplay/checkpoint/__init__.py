@@ -23,7 +23,6 @@ except ImportError as error:
     ) from error
 
 from jaxreplay.checkpoint import verifying
-from jaxreplay.checkpoint.chain import Chain
 from jaxreplay.checkpoint.checkpointer import Checkpointer, bars
 from jaxreplay.checkpoint.contents import at_checkpoint, contents_of
 from jaxreplay.checkpoint.files import CorruptCheckpointError, PathInUseError
@@ -170,7 +169,7 @@ def verify(path: Any, *, progress: bool | None = None, timeout: float = 60.0) ->
       FileNotFoundError: The path has no checkpoint.
     """
     store = store_at(path, timeout)
-    found = verifying.verified(store, Chain(store), bars(progress))
+    found = verifying.verified(store, bars(progress))
     if not found:
         raise FileNotFoundError(f"verify: there is no checkpoint under {store.name}")
     return found

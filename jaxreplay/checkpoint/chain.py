@@ -59,7 +59,7 @@ class Chain:
     """
 
     def __init__(self, store: Files):
-        self._store = store
+        self.store = store
         # contents' sizes and checksums, and manifests, by file name
         self._known: dict[str, tuple[int, int, Manifest]] = {}
         self._found: list[Manifest] = []  # of the last `read` or `commit`, newest first
@@ -116,16 +116,16 @@ class Chain:
         if name in self._known:
             size, checksum, manifest = self._known[name]
             with contextlib.suppress(CorruptCheckpointError):
-                if zlib.crc32(self._store.read(name, size, new_memory, True).data) == checksum:
+                if zlib.crc32(self.store.read(name, size, new_memory, True).data) == checksum:
                     return manifest
-        content = self._store.read(name, MOST_BYTES).tobytes()
+        content = self.store.read(name, MOST_BYTES).tobytes()
         manifest = Manifest.from_bytes(name, content)
         self._known[name] = len(content), zlib.crc32(content), manifest
         return manifest
 
     def _manifests(self) -> list[str]:
         """Return the manifests' names, newest first."""
-        names = self._store.entries("manifests")
+        names = self.store.entries("manifests")
         return [name for name in reversed(names) if _MANIFEST.fullmatch(name)]
 
     def enter(self, overwrite: bool) -> tuple[str, list[Manifest]]:
@@ -162,18 +162,18 @@ class Chain:
                 f"{MOST_BYTES:,} bytes"
             )
         self._known[name] = len(content), zlib.crc32(content), Manifest.from_bytes(name, content)
-        if missing := self._store.missing(manifest.sums()):
+        if missing := self.store.missing(manifest.sums()):
             self._check_newest(self.newest_read)  # one that was faster may have deleted it
             raise OSError(
                 errno.ENOENT,
-                f"{missing[0]} is missing: {self._store.name} was deleted, or replaced, while it "
+                f"{missing[0]} is missing: {self.store.name} was deleted, or replaced, while it "
                 "was written to, or is another place for each process",
             )
         self._asked = manifest.folder
-        is_created = self._store.create(name, content)
+        is_created = self.store.create(name, content)
         found, most = b"", len(content) if is_created else MOST_BYTES
         with contextlib.suppress(MissingError):  # others may have deleted it since
-            found = self._store.read(name, most, new_memory, is_created).tobytes()
+            found = self.store.read(name, most, new_memory, is_created).tobytes()
         if is_created and found not in (b"", content):
             raise CorruptCheckpointError(f"{name} is not as it was written")
         # The answer to a request may be lost: it is this writer's, if its content is.
@@ -182,7 +182,7 @@ class Chain:
             self._check_newest(name if is_own else self.newest_read)
         except PathInUseError:
             if is_own:  # the number of a checkpoint that the other one has deleted
-                self._store.delete(name)
+                self.store.delete(name)
                 self._asked = ""
             raise
         self.seen = name
@@ -204,7 +204,7 @@ class Chain:
                     self.seen = newest
                     return
                 writer = manifest.writer
-            raise _held_by(self._store.name, writer)
+            raise _held_by(self.store.name, writer)
 
     def abandon(self, folder: str) -> None:
         """Delete the files of a save that failed, as far as that can be done now."""
@@ -212,9 +212,9 @@ class Chain:
         if folder and folder != self._asked:  # the store may still commit what it was asked to
             for kind in _KINDS[1:]:
                 with contextlib.suppress(Exception):
-                    for name in self._store.entries(kind):
+                    for name in self.store.entries(kind):
                         if name.startswith(f"{kind}/{folder}"):
-                            self._store.delete(name)
+                            self.store.delete(name)
 
     def collect(
         self, keep: int | Callable[[], Collection[int]], base: Manifest | None = None
@@ -231,7 +231,7 @@ class Chain:
         # The list is kept: this writer knows what it adds, and listing an object store may take
         # hundreds of requests.
         if self._listed is None:
-            self._listed = {name for kind in _KINDS for name in self._store.entries(kind)}
+            self._listed = {name for kind in _KINDS for name in self.store.entries(kind)}
         steps = keep() if callable(keep) else ()
         newest = 1 if callable(keep) else keep
         kept = self._found[:newest]
@@ -243,7 +243,7 @@ class Chain:
             own = _OWN.fullmatch(name)
             if own is not None and name not in named and (own[1] or own[2]) <= newest:
                 try:
-                    self._store.delete(name)
+                    self.store.delete(name)
                     self._listed.discard(name)
                 except (OSError, ValueError, RuntimeError) as error:
                     if name in self._known:  # a manifest that stays needs the files it names

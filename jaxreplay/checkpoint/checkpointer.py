@@ -358,14 +358,13 @@ class Checkpointer:
         if why is not None and sharding is not None:
             raise ValueError(f"restore: {why}; leave out sharding")
         examples = dict.fromkeys(self._savers, example)
-        if "" not in examples and isinstance(example, dict):
-            examples = example if example.keys() == examples.keys() else examples
+        if "" not in examples and isinstance(example, dict) and {*example} == {*examples}:
+            examples = example
 
         with self._processes.agreed():
             found = restoring.restored(
                 self._chain,
                 restoring.RestoreRequest(
-                    self._store,
                     self._processes,
                     self._savers,
                     self._bar,
@@ -391,7 +390,7 @@ class Checkpointer:
         Returns:
           A `Verified` for each checkpoint, newest first, with its problems.
         """
-        return verifying.verified(self._store, Chain(self._store), self._bar)
+        return verifying.verified(self._store, self._bar)
 
 
 def bars(is_shown: bool | None) -> Any:

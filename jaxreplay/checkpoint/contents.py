@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxreplay._util.aliases import PyTree
 from jaxreplay._util.names import nested, printable
+from jaxreplay.buffers import state_checks
 from jaxreplay.checkpoint.chain import Chain
 from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
 from jaxreplay.checkpoint.manifest import Manifest, Member, in_member
@@ -107,15 +108,13 @@ def example_of(where: str, manifest: Manifest, name: str, in_files: PyTree = Non
             f"{where}: the checkpoint has the index of rows in files; open their folder with "
             "jaxreplay.Replay(buffer, rows=folder)"
         )
-    leaves = {leaf.name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in member.leaves}
+    leaves = {
+        leaf.name: jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype) for leaf in member.leaves
+    }
     steps = nested(leaves)["steps"]
-    if not member.layout.autoreset:
-        return steps
-    agents = getattr(steps.get("terminated"), "shape", ())  # their flags are stored, too
-    flag = jax.ShapeDtypeStruct(agents, bool)
-    final_obs = steps["obs"] if member.layout.autoreset == "same_step" else None
-    flags = {"terminated": flag, "truncated": flag}
-    return Step(**{**steps, **flags, "final_obs": final_obs})
+    if member.layout.autoreset:
+        steps = Step(**{"terminated": None, "truncated": None, **steps})
+    return state_checks.example_of(member.layout.layout(), steps)
 
 
 def _rows_of(store: Files, member: Member) -> StoredRows:

@@ -8,7 +8,6 @@ import jax
 
 from jaxreplay._util.names import description, named, printable, spec_text
 from jaxreplay.buffers.adopt import are_alike, stored
-from jaxreplay.checkpoint import rows
 from jaxreplay.checkpoint.extras import ANY_BYTES
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.storage import stored_arrays
@@ -47,11 +46,12 @@ def check_fits(
             continue
         with_rows.add(name)
         if (member := manifest.members.get(name)) is not None:
-            own_rows, is_elsewhere = stored(state), manifest.has_index(name)
-            leaves = named(own_rows, is_leaf=stored_arrays.is_compound)
-            if is_elsewhere and any(isinstance(leaf, HostArray) for _, leaf in leaves):
-                leaves = rows.leaves_of(own_rows)
-            expected = {own: spec_text(leaf, 1) for own, leaf in leaves}
+            is_elsewhere = manifest.has_index(name)
+            expected = {
+                own: spec_text(leaf, 1)
+                for own, leaf in named(stored(state), is_leaf=stored_arrays.is_compound)
+                if not (is_elsewhere and isinstance(leaf, HostArray))
+            }
             lines += [
                 f"{name}{':' * bool(name)} {line}".strip()
                 for line in _differences(member.rows, expected)
@@ -78,10 +78,9 @@ def check_fits(
 
 def _refuse(manifest: Manifest, buffer: Any, lines: list[str], problems: list[str]) -> None:
     """Raise the error for a checkpoint that does not fit. `lines`: what is wrong, and details."""
-    what, *lines = lines
     text = [
-        f"restore: step {manifest.step} {what}",
-        *lines,
+        f"restore: step {manifest.step} {lines[0]}",
+        *lines[1:],
         f"it is of {printable(manifest.buffer)}",
         f"this buffer is {description(buffer)}",
         *(["these checkpoints are damaged:", *problems] if problems else []),

@@ -84,9 +84,10 @@ class StoredLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return a layout for the stored rows, without a sampler.
 
         Args:
-          others: Fields that are not stored here: `num_envs`, `length`, `platform`, `has_table` and
-            `allow_write`.
+          others: Fields that are not stored here. Default: those of one row.
         """
+        of_one = {"num_envs": 1, "length": 1, "platform": "cpu"}
+        others = {**of_one, "has_table": False, "allow_write": False, **others}
         return Layout(
             autoreset=self.autoreset or None,
             allow_mask=self.allow_mask,

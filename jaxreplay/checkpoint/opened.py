@@ -109,6 +109,6 @@ class Opened(Tiered):
             flags = jnp.array(store.taken("flags", every))
         if self.buffer.num_agents is not None:
             steps = steps.replace(terminated=jnp.array(store.taken("steps.terminated", every)))
-        counters, numbers = reading.beside(self._member.length)
         layout, own = reading.layout_for(self.index), {"steps": steps, "flags": flags}
-        return self._followed(reading.put_together(self.index, layout, own, counters, numbers))
+        beside = reading.beside(self._member.length)
+        return self._followed(reading.put_together(self.index, layout, own, *beside))

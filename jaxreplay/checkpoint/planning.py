@@ -23,7 +23,6 @@ from jaxreplay.checkpoint import bundle, rows
 from jaxreplay.checkpoint.chain import whoami
 from jaxreplay.checkpoint.groups import MOST_ROWS, Group, Save, columns_of, cut
 from jaxreplay.checkpoint.manifest import MOST_NUMBERS, Manifest, Member, StoredLayout, in_member
-from jaxreplay.checkpoint.rows import Span
 from jaxreplay.distributed.parts import Parts
 from jaxreplay.storage.layout import NUM_PARTS, Layout
 
@@ -94,7 +93,7 @@ def plan_of(
             save = Save(
                 fields["folder"], layout.length, span.first, span.end, fields["is_compressed"]
             )
-            own = _groups(split, before, span, save, row_bytes, group_bytes)
+            own = _groups(split, before, save, row_bytes, group_bytes)
             num_bytes += row_bytes * sum(one.num_rows for one in own if one.sums is None)
             saves, columns = columns_of(
                 one._replace(number=next(numbers)) if one.sums is None else one for one in own
@@ -124,14 +123,13 @@ def plan_of(
 def _groups(
     split: SaveParts,
     base: Member | None,
-    span: Span,
     save: Save,
     row_bytes: int,
     group_bytes: int,
 ) -> list[Group]:
     """Return a state's groups, in the order of their rows. New ones lie in one part each. `save`:
     all of the state's rows."""
-    layout, num_envs = split.layout, len(span.end)
+    layout, num_envs = split.layout, len(save.end)
     most = pow2.power_below(
         min(
             group_bytes // (row_bytes + _BOOKKEEPING),
@@ -147,26 +145,27 @@ def _groups(
         counters = split.rest["counters"]
         # of the writes to each part of the rings, uint32[E, NUM_PARTS]
         stamps = np.stack([counters[f"write_stamp_{part}"] for part in range(NUM_PARTS)], axis=-1)
-    since, kept = span.first, []
+    since, kept = save.since, []
     # A state may continue a checkpoint if it has as many streams, and neither lacks newer rows nor
     # has older ones.
     if (
         base is not None
         and len(base.end) == num_envs
         and len(base.saves) * num_envs < MOST_NUMBERS
-        and (base.end - num_rewritten <= span.end).all()
-        and (span.first >= base.first).all()
+        and (base.end - num_rewritten <= save.end).all()
+        and (save.since >= base.first).all()
     ):
-        since, kept = _kept(base, span, num_rewritten, most)
+        since, kept = _kept(base, save, num_rewritten, most)
         saves: dict[Save, Save] = {}
         kept = [_again(group, stamps, save, saves) for group in kept]
         unchanged = [group for group in kept if group.sums is not None]
         can_write = all(
-            group.sums is not None or split.parts.lie_in_one(group.env, group.env_stop)
+            split.parts.lie_in_one(group.env, group.env_stop)
             for group in kept
+            if group.sums is None
         )
-        if not (can_write and _has(split.parts, unchanged, span, row_bytes)):
-            since, kept = span.first, []
+        if not (can_write and _has(split.parts, unchanged, save, row_bytes)):
+            since, kept = save.since, []
     save = msgspec.structs.replace(save, since=since)
     for env, env_stop in itertools.pairwise(split.parts.bounds):
         new = cut(save, most, slice(env, env_stop), num_rewritten)
@@ -196,7 +195,7 @@ def _again(group: Group, stamps: np.ndarray | None, save: Save, saves: dict[Save
 
 
 def _kept(
-    base: Member, span: Span, num_rewritten: int, most: int
+    base: Member, save: Save, num_rewritten: int, most: int
 ) -> tuple[np.ndarray, list[Group]]:
     """Divide a state's rows into those to be written and those that an earlier checkpoint has.
 
@@ -206,7 +205,7 @@ def _kept(
 
     Args:
       base: The earlier checkpoint.
-      span: The rows that the state holds.
+      save: The rows of the state.
       num_rewritten: Newest rows of each stream that may have changed.
       most: The largest number of rows in a group.
 
@@ -214,14 +213,14 @@ def _kept(
       The first number of each stream's rows to be written, int64[E], and the groups that have the
       rows before it.
     """
-    since = np.clip(base.end - num_rewritten, span.first, span.end)
+    since = np.clip(base.end - num_rewritten, save.since, save.end)
     kept, is_kept = [], np.zeros(len(since), bool)
     for group in reversed(base.groups):
         low, high = group.range()
-        first = np.maximum(low, span.first)
+        first = np.maximum(low, save.since)
         num_held = np.maximum(np.minimum(high, since) - first, 0)
         own = num_held > 0
-        num_new = (span.end - since)[group.env : group.env_stop].sum()
+        num_new = (save.end - since)[group.env : group.env_stop].sum()
         has_newest = ((low < high) & (high > since)).any()  # which may have changed
         is_small = num_held.sum() <= min(num_new, most // 2)
         if has_newest or (is_small and not is_kept[own].any()):
@@ -232,22 +231,22 @@ def _kept(
     return since, kept[::-1]
 
 
-def _has(parts: Parts, groups: list[Group], span: Span, row_bytes: int) -> bool:
+def _has(parts: Parts, groups: list[Group], save: Save, row_bytes: int) -> bool:
     """Return whether a state has the rows of groups: of each stream's, those of the newest ones are
     compared, up to a few MiB. A group that is partly overwritten cannot be compared.
 
     Args:
       parts: The state's parts.
       groups: The groups, in the order of their rows.
-      span: The rows that the state holds.
+      save: The rows of the state.
       row_bytes: Bytes of a row.
     """
-    num_compared = np.full(len(span.end), -1)  # rows, of groups that have rows of a stream
+    num_compared = np.full(len(save.end), -1)  # rows, of groups that have rows of a stream
     is_same = True
     for group in reversed(groups):
         low, high = group.range()
-        own = (low < high) & (high > span.first)
-        is_whole = (low >= span.first)[low < high].all()
+        own = (low < high) & (high > save.since)
+        is_whole = (low >= save.since)[low < high].all()
         if is_whole and num_compared[own].min() * row_bytes < _COMPARED:
             is_same = is_same and _is_in(parts, group)
             num_compared[own] = np.maximum(num_compared[own], 0) + group.num_rows

@@ -86,7 +86,7 @@ class Reader:
             use(Picked(env[own], number[own]), values, most)
             buffers.give_back(next(iter(found.values())))
 
-        in_turn(read, chosen, put, _AT_ONCE, "jaxreplay-restore")
+        in_turn(read, chosen, put, _AT_ONCE)
 
     def order_of(self, rows: np.ndarray) -> np.ndarray:
         """Return the places, in order, of rows by their places in the rings: int64[...]; -1 for a

@@ -16,7 +16,7 @@ import numpy as np
 from jaxreplay._util import checks
 from jaxreplay._util.names import description, named, printable
 from jaxreplay._util.signals import defer_interrupts
-from jaxreplay.buffers.adopt import nothing
+from jaxreplay.buffers.adopt import nothing, stored
 from jaxreplay.buffers.jitted import rebuild
 from jaxreplay.buffers.state_checks import example_of
 from jaxreplay.checkpoint import bundle, extras as extras_of, rows, verifying
@@ -68,7 +68,6 @@ class RestoreRequest(NamedTuple):
     """Arguments of a restore.
 
     Attributes:
-      store: The store to read from.
       processes: The processes that restore together.
       savers: `StateSaver`s of the buffer's members, by name.
       bar: Makes a progress bar from `desc` and `total`, in bytes.
@@ -77,7 +76,6 @@ class RestoreRequest(NamedTuple):
       sharding: As for `Checkpointer.restore`, as are the others.
     """
 
-    store: Files
     processes: Processes
     savers: Mapping[str, Any]
     bar: Callable[..., Any]
@@ -97,7 +95,7 @@ def restored(chain: Chain, request: RestoreRequest) -> Restored:
       chain: The checkpoints.
       request: What to restore.
     """
-    store, processes = request.store, request.processes
+    store, processes = chain.store, request.processes
     given = request.step, request.allow_partial
     if any(other != given for other in processes.told(given)):
         raise ValueError("restore: step and allow_partial must be equal in all processes")
@@ -127,7 +125,7 @@ def restored(chain: Chain, request: RestoreRequest) -> Restored:
                     ),
                 )
             try:
-                return _read(request, manifest, left, problems, damaged)
+                return _read(store, request, manifest, left, problems, damaged)
             except CorruptCheckpointError as error:
                 tried[manifest.folder] = f"step {manifest.step}: {error}"
     what, of_step, others = "nothing", "", ""
@@ -157,13 +155,12 @@ def _left(manifest: Manifest, damaged: Mapping[str, str]) -> dict[str, np.ndarra
 
 def _aligned(member: Member, first: np.ndarray) -> np.ndarray:
     """Return the numbers of oldest rows, int64[E], all equal if the streams step together."""
-    sizes = {"num_envs": len(first), "length": member.length}
-    rest = {"platform": "cpu", "has_table": False, "allow_write": False}
-    is_together = member.layout.layout(**sizes, **rest).lockstep
+    is_together = member.layout.layout().lockstep
     return np.full_like(first, first.max(initial=0)) if is_together else first
 
 
 def _read(
+    store: Files,
     request: RestoreRequest,
     manifest: Manifest,
     left: Mapping[str, np.ndarray],
@@ -173,6 +170,7 @@ def _read(
     """Read one checkpoint.
 
     Args:
+      store: Its files.
       request: What to restore.
       manifest: Its manifest.
       left: int64[E], the first row of each stream to read, by member.
@@ -188,7 +186,7 @@ def _read(
         num_bytes = sum(one.memory(request.examples[name]).total for name, one in members.items())
     states, title = {}, f"restore {manifest.step}"
     with request.bar(desc=title, total=num_bytes) as told, request.processes.agreed():
-        files = CheckpointFiles(request.store, manifest, told.update)
+        files = CheckpointFiles(store, manifest, told.update)
         for name, saver in request.savers.items():
             reading = Reading(files, name, left.get(name))
             states[name] = saver.restored(request.examples[name], reading, request.sharding)
@@ -202,8 +200,8 @@ def _read(
     if lost:
         count = sum(one.last - one.first + 1 for one in lost)
         total = sum(int((one.end - one.first).sum()) for one in manifest.members.values())
-        own = {group.file for one in manifest.members.values() for group in one.groups}
-        told_of = [damaged[name] for name in damaged if name in own]
+        own = manifest.sums()
+        told_of = [text for name, text in damaged.items() if name in own]
         problems = [*problems, f"{count:,} of its {total:,} rows are lost:", *told_of]
     if manifest.buffer != description(request.buffer):
         before = printable(manifest.buffer)
@@ -278,10 +276,9 @@ class Reading:
     @property
     def token(self) -> str | None:
         """Token of the files that have the rows; None if the checkpoint has them."""
-        if not self._manifest.has_index(self._name):
-            return None
         own = in_member(self._name, TOKEN)
-        return self._files.arrays([own])[own].tobytes().hex()
+        has_index = own in self._manifest.rest
+        return self._files.arrays([own])[own].tobytes().hex() if has_index else None
 
     def since(self, first: np.ndarray) -> "Reading":
         """Return the reading of the rows from the numbers int64[E] on."""
@@ -313,12 +310,9 @@ class Reading:
                 make = functools.partial(_empty, example, layout)
             elif sharding is not None:
                 make = jax.jit(make, out_shardings=sharding)
-            new = make().rows
-            stored = {"steps": new.steps, "flags": new.flags}
-            del new
-        stored = self.rows(stored, layout.length)
-        counters, numbers = self.beside(layout.length)
-        state = self.put_together(buffer, layout, stored, counters, numbers)
+            new = stored(make())
+        new = self.rows(new, layout.length)
+        state = self.put_together(buffer, layout, new, *self.beside(layout.length))
         return state if sharding is None else jax.device_put(state, sharding)
 
     def layout_for(self, buffer: Any) -> Layout:
@@ -356,9 +350,8 @@ class Reading:
         with defer_interrupts():
             # If rows stay where they are, steps need not go through a program.
             apart = stored["steps"] if adopt.stays(layout, buffer.layout()) else None
-            fresh = Rows(**stored, candidate_number=None, table=None)
-            if apart is not None:
-                fresh = fresh.replace(steps=None)
+            own = stored if apart is None else {**stored, "steps": None}
+            fresh = Rows(**own, candidate_number=None, table=None)
             state = ReplayState(fresh, _counters(layout, counters), None)
             made = rebuild(buffer, state, numbers, is_intact=self._is_whole)
             made = jax.block_until_ready(made)

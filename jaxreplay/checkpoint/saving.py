@@ -52,7 +52,7 @@ def written(store: Files, level: int | None, bar: Any, files: Iterable[NewFile])
         with defer_interrupts():
             bar.update(num_bytes)
 
-    in_turn(write, files, note, _WRITERS, "jaxreplay-checkpoint")
+    in_turn(write, files, note, _WRITERS)
     with defer_interrupts():
         bar.close()
     return sums

@@ -17,7 +17,6 @@ def in_turn(
     calls: Iterable[_Call],
     use: Callable[[_Result], None],
     num: int,
-    name: str,
 ) -> None:
     """Let threads call a function of each of `calls`, and use the results in the caller's thread.
 
@@ -28,7 +27,6 @@ def in_turn(
       calls: Its arguments. The next one is taken as soon as less than `num` calls run.
       use: Gets the results, in the order in which the calls end.
       num: Number of threads.
-      name: Their name.
     """
     # The caller's thread waits by C functions alone (`SimpleQueue.get`, `Thread.join`), since a
     # signal's handler may raise an error there at any time. In the middle of a `Condition`, such as
@@ -60,7 +58,7 @@ def in_turn(
         for thread in threads[:num_started]:
             thread.join()
 
-    threads = [threading.Thread(target=run, name=name) for _ in range(num)]
+    threads = [threading.Thread(target=run, name="jaxreplay-checkpoint") for _ in range(num)]
     left, num_started, num_running = iter(calls), 0, 0
     try:
         while True:

@@ -35,12 +35,13 @@ def problems_of(
     return found
 
 
-def verified(store: Files, chain: Chain, bar: Callable[..., Any]) -> list[Verified]:
+def verified(store: Files, bar: Callable[..., Any]) -> list[Verified]:
     """Verify each checkpoint, newest first. Files that several share are read once.
 
     Args:
       bar: Makes a progress bar, as the function that `checkpointer.bars` returns.
     """
+    chain = Chain(store)
     while True:
         manifests, unreadable = chain.read()
         files = {one.folder: one.sums() for one in manifests}
