@@ -150,10 +150,8 @@ class Groups(Static):
           MemoryError: The device has too little memory for the buffer.
         """
         tell_flax()
-        example = checks.specs("init", example)
+        example = step_checks.as_example("init", example)
         leaves = dict(named(example))
-        if not leaves:
-            raise ValueError("init: the example has no leaves: there is nothing to store")
         reward = leaves.get(self.reward_key or "")
         if self.reward_key is not None and (reward is None or reward.shape):
             has = ", ".join(f"{name} {list(leaf.shape)}" for name, leaf in leaves.items())
@@ -171,7 +169,7 @@ class Groups(Static):
         Args:
           example: One completion, as for `init`.
         """
-        shapes = jax.eval_shape(self._empty, checks.specs("memory", example))
+        shapes = jax.eval_shape(self._empty, step_checks.as_example("memory", example))
         return memory.memory_of(shapes, self.group_size * self.capacity)
 
     def _empty(self, example: PyTree) -> GroupsState:

@@ -203,13 +203,7 @@ class ReplayBuffer(Static, Generic[T]):
 
     def _example(self, where: str, example: PyTree) -> Any:
         """Return the shapes and dtypes of one env's step, or of an item."""
-        if self.autoreset is not None:
-            example = step_checks.step_of(where, example, self.autoreset)
-            step_checks.check_flags(where, example, self.num_agents)
-        example = checks.specs(where, example)
-        if not jax.tree.leaves(example):
-            raise ValueError(f"{where}: the example has no leaves: there is nothing to store")
-        return example
+        return step_checks.as_example(where, example, self.autoreset, self.num_agents)
 
     def _empty(self, example: PyTree, platform: str | None = None) -> ReplayState:
         """Return a state without rows.

@@ -483,9 +483,7 @@ class Rollout(Static):
         return jax.tree.map(lambda leaf: stored_arrays.read(flat(leaf), row), tree)
 
     def _example(self, where: str, example: PyTree) -> Step:
-        example = step_checks.step_of(where, example, self.autoreset)
-        step_checks.check_flags(where, example, self.num_agents)
-        return checks.specs(where, example)
+        return step_checks.as_example(where, example, self.autoreset, self.num_agents)
 
     def _empty(self, example: Step) -> RolloutState:
         rows = lambda leaf: stored_arrays.zeros(

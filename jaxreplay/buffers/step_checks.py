@@ -117,6 +117,26 @@ def step_of(where: str, step: PyTree, autoreset: Autoreset | None) -> Step:
     )
 
 
+def as_example(
+    where: str, example: PyTree, autoreset: Autoreset | None = None, num_agents: int | None = None
+) -> Any:
+    """Return the shapes and dtypes of one env's step, or of an item; or raise a ValueError.
+
+    Args:
+      where: Name of the method, for errors.
+      example: A step, or an item.
+      autoreset: That of the buffer. Default: None, for items.
+      num_agents: Number of agents in each env. Default: one flag for each env.
+    """
+    if autoreset is not None:
+        example = step_of(where, example, autoreset)
+        check_flags(where, example, num_agents)
+    example = checks.specs(where, example)
+    if not jax.tree.leaves(example):
+        raise ValueError(f"{where}: the example has no leaves: there is nothing to store")
+    return example
+
+
 def checked_steps(
     where: str,
     buffer: Any,

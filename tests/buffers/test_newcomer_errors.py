@@ -546,6 +546,9 @@ USING = {
     "groups.pop(groups_state, key, max_staleness=1)": "max_staleness needs version=",
     "groups.pop(groups_state, key, 5)": "batch_size=5 exceeds capacity=4",
     "groups.size({})": "must be a GroupsState, as init and add return it, got a dict",
+    "jr.Groups(**GROUPS | {'group_size': 3}).size(groups_state)": """
+        size: this state is not of this buffer: items.x: got float32[8], expected float32[12]
+        """,
     # Rows on the host.
     "jr.tiered(items).add(None, ZEROS)": "add: there are no rows; make a state with init first",
     # Mixtures.
