@@ -91,7 +91,7 @@ class OnlineQueue(Joined):
         state = super().from_numbers(sampleable, numbers)
         if not of_class(EveryNth, numbers):
             end = sampleable.first_candidate_number() + sampleable.count().astype(jnp.uint32)
-            state["queue"] = state["queue"].replace(next=end)
+            state["queue"] = state["queue"].replace(next=end[None])
         return state
 
     def sample(self, state: PyTree, sampleable: Sampleable, key: Key, batch_size: int) -> Draw:

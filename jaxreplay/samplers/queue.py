@@ -1,9 +1,6 @@
 """First in, first out: each row is used once, or a given number of times, in the order of time, as
 on-policy learners need it."""
 
-import functools
-import operator
-
 import jax
 import jax.numpy as jnp
 
@@ -20,8 +17,8 @@ _MOST_USES = 127  # an int8
 
 
 class QueueState(Node):
-    # uint32[E], modulo 2^32: candidate number of the next row to consume; that row may be lost by
-    # now. With `max_uses` k above 1 uint32[k, E], of the next row for each use, the first one first
+    # uint32[k, E], modulo 2^32: candidate number of the next row for each of `max_uses` k uses, the
+    # first one first; that row may be lost by now
     next: jax.Array
     # uint32[]: rows lost before the last `pop`: they, or their look-back, were overwritten before
     # they were consumed; stays at its maximum
@@ -75,9 +72,8 @@ class Queue(Sampler):
             raise ValueError(f"Queue: max_uses must be at most {_MOST_USES}, got {self.max_uses}")
 
     def init(self, layout: Layout) -> QueueState:
-        shape = (layout.num_envs,) if self.max_uses == 1 else (self.max_uses, layout.num_envs)
         return QueueState(
-            next=jnp.zeros(shape, jnp.uint32),
+            next=jnp.zeros((self.max_uses, layout.num_envs), jnp.uint32),
             lost=jnp.uint32(0),
             is_cleared=jnp.asarray(False),
         )
@@ -90,19 +86,18 @@ class Queue(Sampler):
     def numbers(self, state: QueueState, sampleable: Sampleable) -> dict[str, jax.Array]:
         """Return which rows were consumed, and the number of lost rows up to now."""
         row, _, place = _places(sampleable)
-        uses = jnp.zeros(place.shape, jnp.int8)
-        for before, _ in self._levels(state, sampleable)[0]:
-            uses += (place < before[:, None]).astype(jnp.int8)
+        before, _, _ = self._levels(state, sampleable)
+        uses = (place < jnp.stack(before)[:, :, None]).sum(axis=0, dtype=jnp.int8)
         is_consumed = (uses == self.max_uses).reshape(-1)
         found = {
             "is_consumed": sampleable.contains(row) & is_consumed,
             "lost": self._lost(state, sampleable),
-            "num_waiting": self._num_waiting(self._cursors(state)[-1], sampleable),
+            "num_waiting": self._num_waiting(state.next, sampleable),
             "is_cleared": state.is_cleared,
         }
         if self.period > 1:
             end = sampleable.first_candidate_number() + sampleable.count().astype(jnp.uint32)
-            ahead = ring.difference(state.next, end)
+            ahead = ring.difference(state.next[0], end)
             found["num_ahead"] = jnp.maximum(ahead, 0)
         if self.max_uses > 1:
             found["num_uses"] = uses.reshape(-1)
@@ -125,41 +120,38 @@ class Queue(Sampler):
         end, ahead = sampleable.count(), numbers.get("num_ahead")
         if ahead is not None and ahead.shape == end.shape:
             end += jnp.minimum(ahead, self.period - 1)
-        cursors = [following(use) for use in range(self.max_uses)]
+        cursors = jnp.stack([following(use) for use in range(self.max_uses)])
         # Rows that did not fit are lost, too.
-        waiting = self._num_waiting(cursors[-1], sampleable)
-        num_lost = jnp.maximum(numbers["num_waiting"] - waiting, 0)
+        num_lost = jnp.maximum(numbers["num_waiting"] - self._num_waiting(cursors, sampleable), 0)
         return QueueState(
-            next=self._joined(cursors),
+            next=cursors,
             lost=plus(numbers["lost"], num_lost.astype(jnp.uint32)),
             is_cleared=numbers["is_cleared"],
         )
 
     def size(self, state: QueueState, sampleable: Sampleable) -> jax.Array:
         """Return the number of rows left to consume."""
-        levels, _ = self._levels(state, sampleable)
-        return jnp.concatenate([left for _, left in levels]).sum(dtype=jnp.int32)
+        _, left, _ = self._levels(state, sampleable)
+        return jnp.stack(left).sum(dtype=jnp.int32)
 
     def sample(self, state: QueueState, sampleable: Sampleable, key: Key, batch_size: int) -> Draw:
         del key
-        levels, _ = self._levels(state, sampleable)
+        befores, left, _ = self._levels(state, sampleable)
         rest, turns = jnp.int32(batch_size), []
-        for _, left in levels:
-            wanted = jnp.minimum(left.sum(dtype=jnp.int32), rest)
-            turns.append(_turns(left, wanted, min(batch_size, sampleable.layout.length)))
+        for own in left:
+            wanted = jnp.minimum(own.sum(dtype=jnp.int32), rest)
+            turns.append(_turns(own, wanted, min(batch_size, sampleable.layout.length)))
             rest -= turns[-1].sum(dtype=jnp.int32)
         item, taken = ring.arange(batch_size), jnp.concatenate(turns)
         is_taken = item < taken.sum(dtype=jnp.int32)
         place, nth = split_by(taken, item, sampleable.layout.traits)
-        befores = [before for before, _ in levels]
         env = place if self.max_uses == 1 else ring.divide(place, sampleable.layout.num_envs)[1]
         at = jnp.concatenate(befores)[place] + nth * self.period
         row = sampleable.select(env, jnp.where(is_taken, at, 0))
         first = sampleable.first_candidate_number()
         ends = [before + turn * self.period for before, turn in zip(befores, turns, strict=True)]
-        cursors = [first + end.astype(jnp.uint32) for end in ends]
         state = QueueState(
-            next=self._joined(cursors),
+            next=jnp.stack([first + end.astype(jnp.uint32) for end in ends]),
             lost=self._lost(state, sampleable),
             is_cleared=jnp.zeros_like(state.is_cleared),
         )
@@ -169,10 +161,10 @@ class Queue(Sampler):
         """Return 1 for a row that is left to consume, else 0."""
         env, _ = sampleable.layout.split(row)
         end = sampleable.first_candidate_number() + sampleable.count().astype(jnp.uint32)
-        levels, _ = self._levels(state, sampleable)
-        left = functools.reduce(operator.add, [left for _, left in levels])
+        _, each, _ = self._levels(state, sampleable)
+        left = jnp.stack(each).sum(axis=0, dtype=jnp.uint32)
         number = sampleable.state.candidate_number_of(row)
-        return (end[env] - number <= left.astype(jnp.uint32)[env]).astype(jnp.float32)
+        return (end[env] - number <= left[env]).astype(jnp.float32)
 
     def can_add(self, state: QueueState, sampleable: Sampleable, num_rows: int) -> jax.Array:
         """Return whether `num_rows` more rows of each stream overwrite no row that is needed.
@@ -187,7 +179,7 @@ class Queue(Sampler):
         held, next_candidate_number = stored.filled, stored.next_candidate_number
         # candidates of each stream whose look-back is intact
         whole = next_candidate_number - sampleable.first_candidate_number()
-        before, waiting, _ = self._left(self._cursors(state)[-1], next_candidate_number, whole)
+        before, waiting, _ = self._left(state.next[-1], next_candidate_number, whole)
         row = sampleable.select(layout.envs(), jnp.where(waiting > 0, before, 0))
         place = held - 1 - sampleable.age(row)  # counted from the stream's oldest row
         needed = jnp.where(
@@ -195,27 +187,19 @@ class Queue(Sampler):
         )
         return jnp.all(held + num_rows - layout.length <= needed)
 
-    def _cursors(self, state: QueueState) -> list[jax.Array]:
-        """Return the next row of each stream for each use: uint32[E]."""
-        return [state.next] if self.max_uses == 1 else list(state.next)
-
-    def _joined(self, cursors: list[jax.Array]) -> jax.Array:
-        return cursors[0] if self.max_uses == 1 else jnp.stack(cursors)
-
     def _levels(
         self, state: QueueState, sampleable: Sampleable
-    ) -> tuple[list[tuple[jax.Array, jax.Array]], jax.Array]:
+    ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...], jax.Array]:
         """Return for each use the number of sampleable rows of each stream before the next one, and
-        the number that are left for it, int32[E] both; and the number of each stream's candidates
+        the number that are left for it, int32[E] each; and the number of each stream's candidates
         that were lost before their first use, uint32[E]."""
-        first, before = sampleable.first_candidate_number(), sampleable.count()
-        levels, lost = [], []
-        for cursor in self._cursors(state):
+        first, before, levels = sampleable.first_candidate_number(), sampleable.count(), []
+        for cursor in state.next:
             held = before.astype(jnp.uint32)
-            before, left, num_lost = self._left(cursor, first + held, held)
-            levels.append((before, left))
-            lost.append(num_lost)
-        return levels, lost[0]
+            before, left, lost = self._left(cursor, first + held, held)
+            levels.append((before, left, lost))
+        befores, lefts, losts = zip(*levels, strict=True)
+        return befores, lefts, losts[0]
 
     def _left(
         self, cursor: jax.Array, end: jax.Array, held: jax.Array
@@ -236,26 +220,26 @@ class Queue(Sampler):
         before = room - left * jnp.uint32(self.period)
         return before.astype(jnp.int32), left.astype(jnp.int32), untaken - left
 
-    def _num_waiting(self, cursor: jax.Array, sampleable: Sampleable) -> jax.Array:
+    def _num_waiting(self, cursors: jax.Array, sampleable: Sampleable) -> jax.Array:
         """Return the number of stored candidates that are to be consumed, pending ones too:
         int32[].
 
         Args:
-          cursor: uint32[E], candidate number of the next row to consume.
+          cursors: As `QueueState.next`.
           sampleable: The sampleable rows.
         """
         end, first = sampleable.state.next_candidate_number, sampleable.first_candidate_number()
-        return self._left(cursor, end, end - first)[1].sum(dtype=jnp.int32)
+        return self._left(cursors[-1], end, end - first)[1].sum(dtype=jnp.int32)
 
     def metrics(self, state: QueueState, sampleable: Sampleable) -> dict[str, jax.Array]:
         """Return the number of rows that wait for their first use, and the number of lost rows."""
-        levels, _ = self._levels(state, sampleable)
-        num_new = levels[0][1].sum(dtype=jnp.int32)
+        _, left, _ = self._levels(state, sampleable)
+        num_new = left[0].sum(dtype=jnp.int32)
         return {"num_new": num_new, "num_lost": self._lost(state, sampleable)}
 
     def _lost(self, state: QueueState, sampleable: Sampleable) -> jax.Array:
         """Return the number of rows that were lost up to now: uint32[]."""
-        _, lost = self._levels(state, sampleable)
+        _, _, lost = self._levels(state, sampleable)
         num_lost = jnp.where(state.is_cleared, 0, lost.sum(dtype=jnp.uint32))
         return plus(state.lost, num_lost)
 
