@@ -16,7 +16,7 @@ from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay.buffers import step_checks
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import check_state, example_of
-from jaxreplay.samplers.prioritized import SMALLEST
+from jaxreplay.samplers.sampler import SMALLEST
 from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.storage.state import ReplayState
 from jaxreplay.types import Index, Sample, T

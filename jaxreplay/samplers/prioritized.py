@@ -9,12 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxreplay._util import random
 from jaxreplay._util.aliases import Key
 from jaxreplay._util.struct import Node
-from jaxreplay.samplers.sampler import Draw, Sampler
+from jaxreplay.samplers.sampler import SMALLEST, Draw, Sampler, plus
 from jaxreplay.samplers.sum_tree import SumTree, SumTreeState
 from jaxreplay.storage import ring
 from jaxreplay.storage.layout import Layout, Window
@@ -22,9 +21,9 @@ from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.storage.writes import WriteEffect
 from jaxreplay.types import Index
 
-SMALLEST = float(np.finfo(np.float32).tiny)  # the smallest float32 that no processor flushes to 0
-_MAX_COUNT = np.uint32(2**32 - 1)
 _LARGEST_TOTAL = 2.0**120  # of all masses; the reciprocal of a larger total may be flushed to 0
+_COUNTS = ("num_bad_priorities", "num_stale_updates")
+_SCALARS = ("max_priority", *_COUNTS)
 
 
 class PrioritizedState(Node):
@@ -100,7 +99,7 @@ class Prioritized(Sampler):
     stratified: bool = True
     new_priority: float | None = None
     fan_out: int = 0
-    counts = ("num_bad_priorities", "num_stale_updates")
+    counts = _COUNTS
 
     def _check(self) -> None:
         has_new = self.new_priority is not None
@@ -185,7 +184,7 @@ class Prioritized(Sampler):
             is_pending = (age < sampleable.num_pending[env]) & sampleable.is_candidate(row)
             pending = state.pending_mass[lookahead - 1 - jnp.minimum(age, lookahead - 1), env]
             mass = jnp.where(is_pending, pending, mass)
-        scalars = {name: getattr(state, name) for name in ("max_priority", *Prioritized.counts)}
+        scalars = {name: getattr(state, name) for name in _SCALARS}
         return {"mass": mass, "alpha": jnp.float32(self.alpha), **scalars}
 
     def from_numbers(
@@ -195,8 +194,7 @@ class Prioritized(Sampler):
         the others."""
         layout, row = sampleable.layout, ring.arange(sampleable.layout.capacity)
         fresh = self.init(layout)
-        scalars = ("max_priority", *Prioritized.counts)
-        fresh = fresh.replace(**{name: numbers[name] for name in scalars if name in numbers})
+        fresh = fresh.replace(**{name: numbers[name] for name in _SCALARS if name in numbers})
         new = fresh.max_priority if self.new_priority is None else jnp.float32(self.new_priority)
         largest = self._mass(layout, new)
         mass = jnp.full(row.shape, largest)
@@ -238,7 +236,7 @@ class Prioritized(Sampler):
                 tree, effect.start * layout.num_envs, mass.reshape(-1), changed.reshape(-1)
             )
         leaf = jnp.where(changed, _leaf_of(layout, effect.row), layout.capacity)
-        return self._tree(layout).set_unique(tree, leaf.reshape(-1), mass.reshape(-1))
+        return self._tree(layout).set(tree, leaf.reshape(-1), mass.reshape(-1), are_distinct=True)
 
     def sample(
         self, state: PrioritizedState, sampleable: Sampleable, key: Key, batch_size: int
@@ -269,11 +267,7 @@ class Prioritized(Sampler):
 
         The mean is `(mean of priority ** alpha) ** (1 / alpha)`. With alpha 0 it is left out.
         """
-        metrics = {
-            "max_priority": state.max_priority,
-            "num_bad_priorities": state.num_bad_priorities,
-            "num_stale_updates": state.num_stale_updates,
-        }
+        metrics = {name: getattr(state, name) for name in _SCALARS}
         if self.alpha:  # with alpha 0, the tree has only 0 and 1
             total = self._tree(sampleable.layout).total(state.tree)
             mean = total / jnp.maximum(self.size(state, sampleable), 1)
@@ -297,8 +291,10 @@ class Prioritized(Sampler):
         return state.replace(
             tree=self._tree(layout).set(state.tree, leaf, self._mass(layout, priority)),
             max_priority=jnp.maximum(state.max_priority, jnp.max(priority, initial=0)),
-            num_stale_updates=_count(state.num_stale_updates, ~is_live),
-            num_bad_priorities=_count(state.num_bad_priorities, is_live & ~is_good),
+            num_stale_updates=plus(state.num_stale_updates, (~is_live).sum(dtype=jnp.uint32)),
+            num_bad_priorities=plus(
+                state.num_bad_priorities, (is_live & ~is_good).sum(dtype=jnp.uint32)
+            ),
         )
 
     def _tree(self, layout: Layout) -> SumTree:
@@ -358,7 +354,9 @@ def _give(
     before = jnp.concatenate([state.max_priority[None], largest[:-1]])  # of each row's step
     state = state.replace(
         max_priority=largest[-1],
-        num_bad_priorities=_count(state.num_bad_priorities, is_new & ~is_good),
+        num_bad_priorities=plus(
+            state.num_bad_priorities, (is_new & ~is_good).sum(dtype=jnp.uint32)
+        ),
     )
     return state, jnp.where(is_good, priority, before[:, None] if new is None else new)
 
@@ -366,7 +364,3 @@ def _give(
 def is_good_priority(priority: jax.Array) -> jax.Array:
     """Return whether each priority is finite and at least 0: bool[...]."""
     return jnp.isfinite(priority) & (priority >= 0)
-
-
-def _count(counter: jax.Array, what: jax.Array) -> jax.Array:
-    return counter + jnp.minimum(what.sum(dtype=jnp.uint32), _MAX_COUNT - counter)

@@ -4,16 +4,13 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxreplay._util import random
 from jaxreplay._util.aliases import Key, PyTree
-from jaxreplay.samplers.sampler import Draw, Sampler
+from jaxreplay.samplers.sampler import SMALLEST, Draw, Sampler
 from jaxreplay.samplers.sum_tree import SumTree
 from jaxreplay.storage import ring
 from jaxreplay.storage.sampleable import Sampleable
-
-_SMALLEST = float(np.finfo(np.float32).tiny)  # the smallest number that no processor flushes to 0
 
 
 class Recent(Sampler):
@@ -96,5 +93,5 @@ class Recent(Sampler):
         total = self._mass(count).sum()
         share = jnp.exp(
             newer.astype(jnp.float32) * jnp.float32(math.log(self.decay))
-        ) / jnp.maximum(total, _SMALLEST)
-        return jnp.where(total > 0, jnp.maximum(share, _SMALLEST), 0)
+        ) / jnp.maximum(total, SMALLEST)
+        return jnp.where(total > 0, jnp.maximum(share, SMALLEST), 0)

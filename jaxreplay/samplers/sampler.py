@@ -18,6 +18,7 @@ from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay._util.names import named
@@ -26,6 +27,8 @@ from jaxreplay.storage.layout import Layout, Window
 from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.storage.writes import WriteEffect
 from jaxreplay.types import Index
+
+SMALLEST = float(np.finfo(np.float32).tiny)  # the smallest float32 that no processor flushes to 0
 
 
 class Draw(NamedTuple):

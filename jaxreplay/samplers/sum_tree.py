@@ -117,9 +117,11 @@ class SumTree(Static):
         """
         state = self.init()
         leaves = jax.lax.dynamic_update_slice(state.sums[0], mass, (0,))
-        return self._with_parents(state, leaves, None, jnp.int32(0), self.capacity)
+        return self._with_parents(state, leaves, jnp.int32(0), self.capacity)
 
-    def set(self, state: SumTreeState, index: jax.Array, mass: jax.Array) -> SumTreeState:
+    def set(
+        self, state: SumTreeState, index: jax.Array, mass: jax.Array, are_distinct: bool = False
+    ) -> SumTreeState:
         """Set the masses of leaves.
 
         An index outside of `[0, capacity)` is ignored. So is a mass that is negative or not finite.
@@ -129,44 +131,24 @@ class SumTree(Static):
           state: The tree's state.
           index: int32[B], the leaves.
           mass: float32[B], their new masses.
+          are_distinct: True is faster, and checks less: no leaf appears twice, no index is below 0,
+            and all masses are finite and at least 0. Default: False.
 
         Returns:
           The new state.
         """
         self._check_state("set", state)
-        is_valid = (
-            (index >= 0)
-            & (index < self.capacity)
-            & jnp.isfinite(mass)
-            & (mass >= 0)
-            & self._is_ready(state)
-        )
-        index, mass = _index(state, is_valid, index), mass.astype(jnp.float32)
-        # Set to zero, then take the maximum. The zeros must depend on the masses: otherwise XLA
-        # copies the leaves between the two scatters (measured).
-        leaves = state.sums[0].at[index].set(jnp.where(mass < 0, mass, 0), mode="drop")
-        leaves = leaves.at[index].max(mass, mode="drop")
-        return self._with_parents(state, leaves, jnp.where(is_valid, index, 0))
-
-    def set_unique(self, state: SumTreeState, index: jax.Array, mass: jax.Array) -> SumTreeState:
-        """Set the masses of different leaves. It is faster than `set`, and does not check masses.
-
-        Args:
-          state: The tree's state.
-          index: int32[B], the leaves, at least 0 and all different. Indices of `capacity` or more
-            are ignored, and may repeat.
-          mass: float32[B], their new masses, finite and at least 0.
-
-        Returns:
-          The new state.
-        """
-        self._check_state("set_unique", state)
         is_valid = (index < self.capacity) & self._is_ready(state)
-        leaves = (
-            state.sums[0]
-            .at[_index(state, is_valid, index)]
-            .set(mass, unique_indices=True, mode="drop")
-        )
+        if not are_distinct:
+            is_valid &= (index >= 0) & jnp.isfinite(mass) & (mass >= 0)
+        index, mass = _index(state, is_valid, index), mass.astype(jnp.float32)
+        if are_distinct:
+            leaves = state.sums[0].at[index].set(mass, unique_indices=True, mode="drop")
+        else:
+            # Set to zero, then take the maximum. The zeros must depend on the masses: otherwise XLA
+            # copies the leaves between the two scatters (measured).
+            leaves = state.sums[0].at[index].set(jnp.where(mass < 0, mass, 0), mode="drop")
+            leaves = leaves.at[index].max(mass, mode="drop")
         return self._with_parents(state, leaves, jnp.where(is_valid, index, 0))
 
     def set_range(
@@ -174,7 +156,7 @@ class SumTree(Static):
     ) -> SumTreeState:
         """Set the masses of neighbouring leaves `start, start + 1, ...`, which wrap around to 0.
 
-        It is faster than `set_unique`, since neighbours share their parents.
+        It is faster than `set`, since neighbours share their parents.
 
         Args:
           state: The tree's state.
@@ -188,17 +170,10 @@ class SumTree(Static):
         self._check_state("set_range", state)
         length = mass.shape[0]
         index = ring.wrap(start + ring.arange(length), self.capacity)
-        leaves = (
-            state.sums[0]
-            .at[_index(state, where & self._is_ready(state), index)]
-            .set(mass, unique_indices=True, mode="drop")
-        )
-        nodes = -(-self.capacity // state.fan_out)
-        first, _ = ring.divide(jnp.where(self._is_ready(state), start, 0), state.fan_out)
-        # Up to three parents of the neighbours may be partly covered: one at either end, and the
-        # last one of all if the capacity is no multiple of the fan-out.
-        width = min((length - 1) // state.fan_out + 3, nodes)
-        return self._with_parents(state, leaves, None, first, width)
+        index = _index(state, where & self._is_ready(state), index)
+        leaves = state.sums[0].at[index].set(mass, unique_indices=True, mode="drop")
+        start = jnp.where(self._is_ready(state), start, 0)
+        return self._with_parents(state, leaves, start, length)
 
     def get(self, state: SumTreeState, index: jax.Array) -> jax.Array:
         """Return the masses of leaves.
@@ -333,30 +308,28 @@ class SumTree(Static):
         self,
         state: SumTreeState,
         leaves: jax.Array,
-        index: jax.Array | None,
-        first: jax.Array | None = None,
-        width: int = 0,
+        changed: jax.Array,
+        length: int | None = None,
     ) -> SumTreeState:
         """Recompute parents level by level, from changed leaves up.
 
         Args:
           state: The tree's state before the change.
-          leaves: float32[n], the changed leaves.
-          index: int32[B], the leaves whose parents are recomputed. None for a range of parents.
-          first: int32[], the first parent of the range.
-          width: Number of parents in the range.
+          leaves: float32[n], the leaves after it.
+          changed: int32[B], the leaves that changed; or int32[], the first one of neighbours.
+          length: Number of neighbours. Default: None, the leaves are no neighbours.
         """
         fan_out, levels = state.fan_out, self._levels(state.fan_out)
         sums = [leaves, *state.sums[1:]]
         for (below, first_child, size), (level, start, _) in itertools.pairwise(levels):
             num_parents, first_group = size // fan_out, first_child // fan_out
-            if index is not None:
-                index, _ = ring.divide(index, fan_out)
-                parents = index
-            else:
-                parents = ring.wrap(_not_none(first) + ring.arange(width), num_parents)
-                first, _ = ring.divide(_not_none(first), fan_out)
-                width = (width - 1) // fan_out + 3
+            changed, _ = ring.divide(changed, fan_out)
+            parents = changed
+            if length is not None:
+                # Up to three parents of the neighbours may be partly covered: one at either end,
+                # and the last one of all if the capacity is no multiple of the fan-out.
+                length = (length - 1) // fan_out + 3
+                parents = ring.wrap(changed + ring.arange(min(length, num_parents)), num_parents)
             group: Any = first_group + parents
             if parents.size >= num_parents:  # all of them: a slice is read, without a gather
                 parents, group = (
@@ -432,8 +405,3 @@ def _fill_in(word: jax.Array, rest: jax.Array, mass: jax.Array) -> tuple[jax.Arr
     """
     word = word * jnp.uint32(_MULTIPLIER) + jnp.uint32(_INCREMENT)
     return word, rest + mass * ((word >> 8).astype(jnp.float32) * 2.0**-48)
-
-
-def _not_none(value: jax.Array | None) -> jax.Array:
-    assert value is not None
-    return value

@@ -71,12 +71,6 @@ class WithoutReplacement(Sampler):
             position=jnp.zeros_like(state.position), num_rows=jnp.zeros_like(state.num_rows)
         )
 
-    def size(self, state: WithoutReplacementState, sampleable: Sampleable) -> jax.Array:
-        """Return the number of sampleable rows, the length of a new pass. The current pass may have
-        fewer rows left."""
-        del state
-        return sampleable.count().sum(dtype=jnp.int32)
-
     def sample(
         self,
         state: WithoutReplacementState,

@@ -62,12 +62,12 @@ class Window(Static):
         action are flagged as skipped."""
         return row_flags.SKIPPED | (row_flags.FINAL if self.needs_next_obs else 0)
 
-    @property
+    @functools.cached_property
     def is_bounded(self) -> bool:
         """True if the number of rows is known beforehand, so that no episode table is needed."""
         return self.before is not None and self.after is not None
 
-    @property
+    @functools.cached_property
     def length(self) -> int:
         """Number of rows that a stream must hold, at least, for one window."""
         return (self.before or 0) + (1 if self.after is None else self.after) + 1
@@ -161,8 +161,11 @@ class Layout(Static):
 
     @functools.cached_property
     def termination_has_final_row(self) -> bool:
-        """True if a final row follows a terminated row."""
-        return self.autoreset is not None and row_flags.termination_has_final_row(self.autoreset)
+        """True if a final row follows a terminated row.
+
+        After a truncated row there is always one, or it is one itself.
+        """
+        return self.autoreset not in (None, "same_step_no_final_obs")
 
     def closes_episode(self, flags: jax.Array) -> jax.Array:
         """Return which rows are the last of their episodes: bool[...].

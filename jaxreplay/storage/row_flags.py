@@ -87,12 +87,6 @@ def rows_per_step(form: Autoreset | None) -> int:
     return 2 if form == "same_step" else 1
 
 
-def termination_has_final_row(form: Autoreset) -> bool:
-    """Return whether a final row follows a terminated row. (After a truncated row there is always
-    one, or it is one itself.)"""
-    return form != "same_step_no_final_obs"
-
-
 def closes_episode(flags: jax.Array, form: Autoreset) -> jax.Array:
     """Return whether a row is the last one of its episode: a final row or, if terminated rows have
     none after them, a terminated row."""

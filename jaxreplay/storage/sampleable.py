@@ -12,6 +12,8 @@ of a stream's sampleable rows are consecutive.
 """
 
 import dataclasses
+import operator
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +45,10 @@ class Sampleable:
     num_expired: jax.Array
     is_narrowed: bool = False
 
+    layout: ClassVar[Layout] = property(  # type: ignore[assignment]
+        operator.attrgetter("state.layout"), doc="Sizes of the buffer."
+    )
+
     @classmethod
     def of(cls, state: ReplayState) -> "Sampleable":
         """Return the set of sampleable rows of a state.
@@ -60,11 +66,6 @@ class Sampleable:
                 else Episodes(state).num_headless()
             )
         return cls(state, num_pending, num_expired)
-
-    @property
-    def layout(self) -> Layout:
-        """Sizes of the buffer."""
-        return self.state.layout
 
     @property
     def episodes(self) -> Episodes:
@@ -87,11 +88,15 @@ class Sampleable:
         if self.state.rows.flags is None:
             left = filled - self.num_pending
             return jnp.maximum(left - self.num_expired, 0) if self.is_narrowed else left
-        from_oldest = self._candidates_since(filled - self.num_expired)
+        # candidates among the newest rows
+        since = lambda num_rows: ring.difference(
+            self.state.next_candidate_number, self._candidate_number_of_newest(num_rows)
+        )
+        from_oldest = since(filled - self.num_expired)
         # then every pending row is a candidate
         if window.is_bounded and not window.crosses_episodes and window.period == 1:
             return jnp.maximum(from_oldest - self.num_pending, 0)
-        return jnp.maximum(from_oldest - self._candidates_since(self.num_pending), 0)
+        return jnp.maximum(from_oldest - since(self.num_pending), 0)
 
     def contains(self, row: jax.Array) -> jax.Array:
         """Return whether each row is sampleable: bool[...].
@@ -172,7 +177,8 @@ class Sampleable:
         oldest = layout.wrap(of_stream(self.state.head, env) - num_intact)
         if self.state.rows.flags is None:
             return layout.row(env, layout.wrap(oldest + nth))
-        base = self._candidate_number(env, oldest)
+        number_at = lambda position: self.state.candidate_number_of(layout.row(env, position))
+        base = number_at(oldest)
         if not layout.traits.has_loops:
             return self._select_in_line(env, nth, oldest, base, num_intact)
 
@@ -181,10 +187,7 @@ class Sampleable:
             # than `nth` candidates lie before `middle`, it lies before `middle`.
             low, high = bounds
             middle = low + (high - low) // 2
-            is_before = (
-                ring.difference(self._candidate_number(env, layout.wrap(oldest + middle)), base)
-                > nth
-            )
+            is_before = ring.difference(number_at(layout.wrap(oldest + middle)), base) > nth
             return jnp.where(is_before, low, middle), jnp.where(is_before, middle, high)
 
         # Rows that are no candidates: final rows, and those that a period skips. Clipped, since
@@ -251,23 +254,15 @@ class Sampleable:
             return self.episodes.steps_from_start(row)
         return self.state.rows_before(row, before) if before else jnp.zeros_like(row)
 
-    def _candidates_since(self, num_rows: jax.Array) -> jax.Array:
-        """Count the candidates among the newest `num_rows` rows of each stream: int32[E]."""
-        return ring.difference(
-            self.state.next_candidate_number, self._candidate_number_of_newest(num_rows)
-        )
-
     def _candidate_number_of_newest(self, num_rows: jax.Array) -> jax.Array:
         """Return the candidate number of the oldest of each stream's newest `num_rows` rows, or of
         the next row if `num_rows` is 0: uint32[E]."""
         if self.state.rows.candidate_number is None:
             return self.state.next_candidate_number - num_rows.astype(jnp.uint32)
         position = self.layout.wrap(self.state.counters.position - num_rows)
-        return jnp.where(
-            num_rows > 0,
-            self._candidate_number(self.layout.envs(), position),
-            self.state.next_candidate_number,
-        )
+        row = self.layout.row(ring.arange(self.layout.num_envs), position)
+        number = self.state.candidate_number_of(row)
+        return jnp.where(num_rows > 0, number, self.state.next_candidate_number)
 
     def _num_intact(self, env: jax.Array) -> jax.Array:
         """Count the rows of each stream that are written and not expired: int32[...]."""
@@ -275,6 +270,3 @@ class Sampleable:
         if self.layout.window.before == 0 and not self.is_narrowed:
             return filled
         return filled - of_stream(self.num_expired, env)
-
-    def _candidate_number(self, env: jax.Array, position: jax.Array) -> jax.Array:
-        return self.state.candidate_number_of(self.layout.row(env, position))

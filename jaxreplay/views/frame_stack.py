@@ -13,7 +13,7 @@ from jaxreplay._util.names import named
 from jaxreplay.storage import ring
 from jaxreplay.storage.layout import Layout, Window
 from jaxreplay.views.row_reader import RowReader, WrappedReader
-from jaxreplay.views.view import WrappedView
+from jaxreplay.views.view import WrappedView, zeroed
 
 PADS = ("zero", "repeat")
 
@@ -116,19 +116,12 @@ class _Stacks(WrappedReader):
             inner.obs(offset),
         )
         if view.pad == "zero":
-            stacked = jax.tree.map(
-                lambda x: jnp.where(_against(wanted <= depth, x), x, jnp.zeros_like(x)), stacked
-            )
+            stacked = zeroed(stacked, wanted <= depth)
         chosen = [
             _moved(stack, offset.ndim, view.axis) if view.key in (None, name) else frame
             for (name, stack), (_, frame) in zip(named(stacked), named(plain), strict=True)
         ]
         return jax.tree.unflatten(jax.tree.structure(plain), chosen)
-
-
-def _against(mask: jax.Array, leaf: jax.Array) -> jax.Array:
-    """Append axes of size 1 to a mask, so that it broadcasts against a leaf."""
-    return mask.reshape(mask.shape + (1,) * (leaf.ndim - mask.ndim))
 
 
 def _moved(stack: jax.Array, start: int, axis: int) -> jax.Array:

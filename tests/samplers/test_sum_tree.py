@@ -49,7 +49,7 @@ def write_all(tree, ranges, unique, others):
 
     def step(state, writes):
         first = tree.set_range(state, *writes[0])
-        second = tree.set_unique(first, *writes[1])
+        second = tree.set(first, *writes[1], are_distinct=True)
         third = tree.set(second, *writes[2])
         return third, [seen(state) for state in (first, second, third)]
 
@@ -181,7 +181,6 @@ def test_a_state_of_another_tree_is_refused():
         others.append((free, state.replace(sums=sums), ""))
     for method, given in {
         "set": (INDEX, ONE),
-        "set_unique": (INDEX, ONE),
         "set_range": (np.int32(0), ONE, ONE > 0),
         "get": (INDEX,),
         "find": (ONE,),
