@@ -55,10 +55,9 @@ class Episodes:
           int32[...]; 0 for the last row itself.
         """
         env, position, ordinal = self._locate(row)
-        end = jnp.where(self._has_ended(env, ordinal), self._end(env, ordinal), self._newest(env))
-        return jnp.where(
-            self._is_in_none(env, position), 0, ring.forward(position, end, self.layout.length)
-        )
+        end = self._end(env, ordinal, self._has_ended(env, ordinal))
+        to_end = ring.forward(position, end, self.layout.length)
+        return jnp.where(self._is_of_episode(row), to_end, 0)
 
     def steps_from_start(self, row: jax.Array) -> jax.Array:
         """Count the rows from each row's episode start to the row.
@@ -73,7 +72,7 @@ class Episodes:
         """
         env, position, ordinal = self._locate(row)
         from_start = ring.forward(self._start(env, ordinal), position, self.layout.length)
-        return jnp.where(self._is_in_none(env, position), 0, from_start)
+        return jnp.where(self._is_of_episode(row), from_start, 0)
 
     def kth_end(self, row: jax.Array, k: jax.Array | int) -> tuple[jax.Array, jax.Array]:
         """Count the rows from each row to the k-th episode end ahead.
@@ -90,7 +89,7 @@ class Episodes:
         env, position, ordinal = self._locate(row)
         exists = (k >= 1) & (k <= self.ends_ahead(row))
         target = self.layout.wrap(ordinal + jnp.where(exists, k - 1, 0))
-        end = jnp.where(exists, self._end(env, target), self._newest(env))
+        end = self._end(env, target, exists)
         return ring.forward(position, end, self.layout.length), exists
 
     def ends_ahead(self, row: jax.Array) -> jax.Array:
@@ -118,37 +117,33 @@ class Episodes:
         Returns:
           bool[...].
         """
-        env, position, ordinal = self._locate(row)
-        oldest = self._oldest(env)
-        is_intact = (ordinal != self._ordinal(env, oldest)) | self._has(
-            env, oldest, row_flags.FIRST
-        )
+        env, _, ordinal = self._locate(row)
         return (
             self.state.is_written(row)
             & self._has_ended(env, ordinal)
-            & is_intact
-            & ~self._is_in_none(env, position)
+            & ~self._is_headless(env, ordinal)
+            & self._is_of_episode(row)
         )
 
     def num_unfinished(self) -> jax.Array:
         """Count the stored rows of each stream's unfinished episode: int32[E], 0 for none."""
         env = self.layout.envs()
-        newest = self._newest(env)
+        newest = self.layout.row(env, self._newest(env))
         # A final row that opens an episode does not belong to it.
         is_open = (
             self.state.counters.is_open
-            & ~self._has(env, newest, row_flags.FINAL)
+            & ~self.state.has(newest, row_flags.FINAL)
             & (self.state.filled > 0)
         )
-        return jnp.where(is_open, self.steps_from_start(self.layout.row(env, newest)) + 1, 0)
+        return jnp.where(is_open, self.steps_from_start(newest) + 1, 0)
 
     def num_headless(self) -> jax.Array:
         """Count the stored rows of each stream's oldest episode if its start is overwritten:
         int32[E], else 0."""
         env = self.layout.envs()
-        oldest = self._oldest(env)
-        is_intact = self._has(env, oldest, row_flags.FIRST) | (self.state.filled == 0)
-        return jnp.where(is_intact, 0, self.steps_to_end(self.layout.row(env, oldest)) + 1)
+        oldest = self.layout.row(env, self._oldest(env))
+        is_intact = self.state.has(oldest, row_flags.FIRST) | (self.state.filled == 0)
+        return jnp.where(is_intact, 0, self.steps_to_end(oldest) + 1)
 
     def range_of(self, env: jax.Array, nth: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the first and the last stored row of an episode.
@@ -161,7 +156,7 @@ class Episodes:
           First row and last row: int32[...] each.
         """
         ordinal = self.layout.wrap(self._ordinal(env, self._oldest(env)) + nth)
-        end = jnp.where(self._has_ended(env, ordinal), self._end(env, ordinal), self._newest(env))
+        end = self._end(env, ordinal, self._has_ended(env, ordinal))
         return self.layout.row(env, self._start(env, ordinal)), self.layout.row(env, end)
 
     def num_episodes(self) -> jax.Array:
@@ -181,18 +176,25 @@ class Episodes:
 
     def _start(self, env: jax.Array, ordinal: jax.Array) -> jax.Array:
         """Return the position of an episode's first stored row."""
-        oldest = self._oldest(env)
-        # Only the oldest episode's start may be overwritten. Its stored part begins with the
-        # stream's oldest row.
-        is_headless = (ordinal == self._ordinal(env, oldest)) & ~self._has(
-            env, oldest, row_flags.FIRST
-        )
         start = at(self.state.rows.table.start_position, self.layout.row(env, ordinal))
-        return jnp.where(is_headless, oldest, start)
+        # The stored part of an episode without its start begins with the stream's oldest row.
+        return jnp.where(self._is_headless(env, ordinal), self._oldest(env), start)
 
-    def _is_in_none(self, env: jax.Array, position: jax.Array) -> jax.Array:
-        """Return whether a row is a final row that opens an episode: it belongs to no episode."""
-        return self._has(env, position, row_flags.FIRST) & self._has(env, position, row_flags.FINAL)
+    def _end(self, env: jax.Array, ordinal: jax.Array, has_ended: jax.Array) -> jax.Array:
+        """Return the position of an episode's last stored row, the stream's newest one if it has
+        not ended."""
+        end = at(self.state.rows.table.end_position, self.layout.row(env, ordinal))
+        return jnp.where(has_ended, end, self._newest(env))
+
+    def _is_headless(self, env: jax.Array, ordinal: jax.Array) -> jax.Array:
+        """Return whether an episode's start is overwritten, as only that of the oldest one may
+        be."""
+        oldest = self._oldest(env)
+        is_oldest = ordinal == self._ordinal(env, oldest)
+        return is_oldest & ~self._has(env, oldest, row_flags.FIRST)
+
+    def _is_of_episode(self, row: jax.Array) -> jax.Array:
+        return row_flags.is_of_episode(at(self.state.rows.flags, row))
 
     def _has(self, env: jax.Array, position: jax.Array, flag: int) -> jax.Array:
         return self.state.has(self.layout.row(env, position), flag)
@@ -214,6 +216,3 @@ class Episodes:
 
     def _ordinal(self, env: jax.Array, position: jax.Array) -> jax.Array:
         return at(self.state.rows.table.ordinal, self.layout.row(env, position))
-
-    def _end(self, env: jax.Array, ordinal: jax.Array) -> jax.Array:
-        return at(self.state.rows.table.end_position, self.layout.row(env, ordinal))
