@@ -64,7 +64,7 @@ def _bits(values: np.ndarray, stored: Any) -> np.ndarray:
     """Return values as a store keeps them."""
     values = values.astype(stored.dtype, copy=False)
     if isinstance(stored, BitsArray):
-        return stored_arrays.encode_on_host(values, stored.dtype)
+        return stored_arrays.encode(values, stored.dtype)
     return values
 
 

@@ -130,7 +130,7 @@ def _rows_of(store: Files, member: Member) -> StoredRows:
 
     def read(wanted: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         return {
-            name: stored_arrays.decode_on_host(values, leaf.dtype)
+            name: stored_arrays.decode(values, leaf.dtype)
             if (leaf := reader.leaves[name]).stored != leaf.dtype
             else values
             for name, values in reader.take(wanted).items()

@@ -99,7 +99,7 @@ def write(
     if isinstance(leaf, HostArray) or isinstance(getattr(leaf, "bits", None), HostArray):
         return leaf
     if isinstance(leaf, BitsArray):
-        bits = _encode(values, leaf.bits.dtype)
+        bits = encode(values, leaf.dtype)
         return leaf.replace(bits=write(leaf.bits, row, bits, are_distinct))
     if isinstance(leaf, TiledArray):
         values = values.reshape((row.size, *leaf.row))
@@ -119,11 +119,10 @@ def read(leaf: jax.Array | BitsArray | TiledArray | HostArray, row: jax.Array) -
     if isinstance(leaf, HostArray):
         return split_programs.rows_of(leaf.name, row, leaf.shape[1:], leaf.dtype)
     if isinstance(leaf, BitsArray):
-        return _decode(read(leaf.bits, row), leaf.dtype)
+        return decode(read(leaf.bits, row), leaf.dtype)
     if isinstance(leaf, TiledArray):
-        return tiles.decoded(
-            [read(part, row) for part in leaf.tiles], leaf.row, leaf.dtype, leaf.rule
-        )
+        parts = [read(part, row) for part in leaf.tiles]
+        return tiles.decoded(parts, leaf.row, leaf.dtype, leaf.rule)
     # A single row would be read by a slice, which has two coordinates under vmap. A TPU would then
     # copy the whole leaf into another layout.
     if not jnp.ndim(row):
@@ -135,12 +134,10 @@ def values(leaf: jax.Array | BitsArray | TiledArray) -> Any:
     """Return every row: `[N, ...]`. A leaf that is a plain array is returned itself, as is one
     whose rows lie on the host."""
     if isinstance(leaf, BitsArray) and not isinstance(leaf.bits, HostArray):
-        return _decode(values(leaf.bits), leaf.dtype)
-    return (
-        tiles.decoded(list(leaf.tiles), leaf.row, leaf.dtype, leaf.rule)
-        if isinstance(leaf, TiledArray)
-        else leaf
-    )
+        return decode(values(leaf.bits), leaf.dtype)
+    if isinstance(leaf, TiledArray):
+        return tiles.decoded(list(leaf.tiles), leaf.row, leaf.dtype, leaf.rule)
+    return leaf
 
 
 def stored_leaves(tree: PyTree) -> list[Any]:
@@ -194,27 +191,15 @@ def is_compound(leaf: Any) -> bool:
     return isinstance(leaf, BitsArray | TiledArray | HostArray)
 
 
-def _encode(values: jax.Array, carrier: Any) -> jax.Array:
-    return (
-        jax.lax.bitcast_convert_type(values, carrier)
-        if _is_bitcast(values.dtype)
-        else values.astype(carrier)
-    )
-
-
-def decode_on_host(bits: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return the values that are stored as `bits`, without a device."""
+def decode(bits: Any, dtype: np.dtype) -> Any:
+    """Return the values of a dtype that are stored as `bits`, an array of JAX or NumPy."""
     return bits.view(dtype) if _is_bitcast(dtype) else bits.astype(dtype)
 
 
-def encode_on_host(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return the bits that store values, without a device."""
+def encode(values: Any, dtype: np.dtype) -> Any:
+    """Return the bits that store values of a dtype, an array of JAX or NumPy."""
     bits = np.dtype(carrier(dtype))
     return values.view(bits) if _is_bitcast(dtype) else values.astype(bits)
-
-
-def _decode(bits: jax.Array, dtype: Any) -> jax.Array:
-    return jax.lax.bitcast_convert_type(bits, dtype) if _is_bitcast(dtype) else bits.astype(dtype)
 
 
 def _is_bitcast(dtype: Any) -> bool:
