@@ -11,7 +11,7 @@ from jaxreplay import datasets
 from jaxreplay.datasets import arrays, episodes
 from tests.conftest import ALL, SOAK
 from tests.support.buffers import everything, jitted
-from tests.support.refusals import refused
+from tests.support.refusals import check_table, refused
 from tests.support.replays import output_of
 from tests.support.steps import nth, plain_step
 
@@ -432,68 +432,75 @@ def six(**columns):
 
 
 ALIKE = "arrays need the same number of rows, at least 1, got"
-RISE = "expected numbers that rise to 6"
+RISE = "episode_ends: expected numbers that rise to 6"
 NONE_OF = "there is no array"
-REFUSED = [
-    (f"{NONE_OF} actions or action for action; there are observations", {"observations": SIX}),
-    (f"{NONE_OF} rewards or", dict.fromkeys(("observations", "actions"), SIX)),
-    (f"{NONE_OF} terminations or", ROWS),
-    (f"env 0: {NONE_OF} terminations or", [ROWS]),
-    (f"{NONE_OF} .* for obs", GOOD | {"observations": {}}),
-    (f"{NONE_OF} .* for action", GOOD, {"action": None}),
-    (f"{NONE_OF} x for obs", GOOD, {"obs": "x"}),
-    (f"{NONE_OF} .'a': 'x'.* for obs", GOOD, {"obs": {"a": "x"}}),
-    ("names has 5, which is no name", GOOD, {"obs": 5}),
-    ("names has state; its keys are episode_ends, ", GOOD, {"state": "observations"}),
-    (f"{ALIKE} .*actions 3", GOOD | {"actions": SIX[:3]}),
-    (f"{ALIKE} .*observations 7", GOOD | {"observations": np.arange(7)}),
-    (f"{ALIKE} .*observations 0", {name: x[:0] for name, x in GOOD.items()}),
-    ("observations: expected numbers .*, got <U1", GOOD | {"observations": np.array([*"abcdef"])}),
-    ("actions: cannot be read", GOOD | {"actions": [[1], [1, 2]]}),
-    ("terminals: flags are 0 or 1, got 0.5", GOOD | {"terminals": NONE + 0.5}),
-    ("flags are of 2 and 3 agents", GOOD | {"terminals": EYE[:, :2], "timeouts": EYE[:, 3:]}),
-    *((f"episode_ends: {RISE}", GOOD | {"episode_ends": np.array(x)}) for x in ([1, 3], [-3, 6])),
-    (f"ends: {RISE}", GOOD | {"ends": np.array([5, 3, 6], "u8")}, {"episode_ends": "ends"}),
-    ("episode_ends: expected whole numbers", GOOD | {"episode_ends": SIX}),
-    ("episode_ends: expected one array", GOOD | {"episode_ends": {"a": np.array([6])}}),
-    ("episode_index: expected whole numbers", GOOD | {"episode_index": SIX}),
-    (
-        "next observations must be like .*, float32.6.; they .* float32.6, 1",
-        GOOD | {"next_obs": SIX[:, None]},
-    ),
-    ("next observations must be like", GOOD | {"next_obs": SIX.astype(int)}),
-    ("next observations", GOOD | {"obs": {"a": SIX}, "next_obs": {"c": SIX}}, {"obs": "obs"}),
-    *(("expected a mapping of arrays, or an iterable", source) for source in ("abc", None, SIX)),
-    ("there is no transition", []),
-    *(
-        ("episode x: truncations: expected 5 flags, 0 or 1", [six(truncations=flags)])
-        for flags in (np.zeros(1, bool), np.arange(5), np.zeros((5, 1), bool))
-    ),
-    (r"obs: got float32\[1\], expected float32\[\]", [six(), six(observations=SIX[:, None])]),
-    (r"action: missing, .*\n *action.a: unexpected, ", [six(), six(actions={"a": SIX[:5]})]),
-]
+REFUSED = {
+    "read({'observations': SIX})": f"""
+        {NONE_OF} actions or action for action; there are observations""",
+    "read(dict.fromkeys(('observations', 'actions'), SIX))": f"{NONE_OF} rewards or",
+    "read(ROWS)": f"{NONE_OF} terminations or",
+    "read([ROWS])": f"env 0: {NONE_OF} terminations or",
+    "read(GOOD | {'observations': {}})": f"{NONE_OF}\nfor obs",
+    "read(GOOD, action=None)": f"{NONE_OF}\nfor action",
+    "read(GOOD, obs='x')": f"{NONE_OF} x for obs",
+    "read(GOOD, obs={'a': 'x'})": f"{NONE_OF}\n'a': 'x'\nfor obs",
+    "read(GOOD, obs=5)": "names has 5, which is no name",
+    "read(GOOD, state='observations')": "names has state; its keys are episode_ends, ",
+    "read(GOOD | {'actions': SIX[:3]})": f"{ALIKE}\nactions 3",
+    "read(GOOD | {'observations': np.arange(7)})": f"{ALIKE}\nobservations 7",
+    "read({name: x[:0] for name, x in GOOD.items()})": f"{ALIKE}\nobservations 0",
+    "read(GOOD | {'observations': np.array([*'abcdef'])})": """
+        observations: expected numbers
+        , got <U1""",
+    "read(GOOD | {'actions': [[1], [1, 2]]})": "actions: cannot be read",
+    "read(GOOD | {'terminals': NONE + 0.5})": "terminals: flags are 0 or 1, got 0.5",
+    "read(GOOD | {'terminals': EYE[:, :2], 'timeouts': EYE[:, 3:]})": """
+        flags are of 2 and 3 agents""",
+    "read(GOOD | {'episode_ends': np.array([1, 3])})": RISE,
+    "read(GOOD | {'episode_ends': np.array([-3, 6])})": RISE,
+    "read(GOOD | {'ends': np.array([5, 3, 6], 'u8')}, episode_ends='ends')": """
+        ends: expected numbers that rise to 6""",
+    "read(GOOD | {'episode_ends': SIX})": "episode_ends: expected whole numbers",
+    "read(GOOD | {'episode_ends': {'a': np.array([6])}})": "episode_ends: expected one array",
+    "read(GOOD | {'episode_index': SIX})": "episode_index: expected whole numbers",
+    "read(GOOD | {'next_obs': SIX[:, None]})": """
+        next observations must be like
+        float32[6]; they
+        float32[6, 1""",
+    "read(GOOD | {'next_obs': SIX.astype(int)})": "next observations must be like",
+    "read(GOOD | {'obs': {'a': SIX}, 'next_obs': {'c': SIX}}, obs='obs')": "next observations",
+    "read('abc')": "expected a mapping of arrays, or an iterable",
+    "read(None)": "expected a mapping of arrays, or an iterable",
+    "read(SIX)": "expected a mapping of arrays, or an iterable",
+    "read([])": "there is no transition",
+    **{
+        f"read([six(truncations={flags})])": """
+            episode x: truncations: expected 5 flags, 0 or 1"""
+        for flags in ("np.zeros(1, bool)", "np.arange(5)", "np.zeros((5, 1), bool)")
+    },
+    "read([six(), six(observations=SIX[:, None])])": "obs: got float32[1], expected float32[]",
+    "read([six(), six(actions={'a': SIX[:5]})])": "action: missing, \naction.a: unexpected, ",
+    "into(GOOD, buffer(capacity=9))": """
+        capacity=9 is too small: an episode reaches row 6 of 3 in each of 3 envs; datasets.req""",
+    "into([six()], buffer(capacity=4, num_envs=1))": """
+        capacity=4 is too small: episode x reaches row 6 of 4; """,
+    "into(GOOD, jr.items(capacity=8, batch_size=1))": """
+        takes a buffer of steps, since items have no episodes""",
+    "into(GOOD, 3)": "takes a ReplayBuffer, such as\ngot an int",
+    "into(GOOD, buffer(num_agents=2))": "an episode has one flag for all agents",
+    "npz_of(terminals=SIX)": "a.npz: terminals: flags",
+    "npz_of(observations=np.array([None] * 6))": """
+        a.npz: observations: cannot be read: expected an array of num""",
+}
 
 
 def test_what_does_not_fit_together_is_refused(tmp_path):
     """By an error that names the array, and the file if there is one."""
-
-    def check(message, source, replay, *names):
-        with refused(message):
-            datasets.from_arrays(source, replay, names=dict(*names))
-
-    for message, *source in REFUSED:
-        check(f"(?s)from_arrays: .*{message}", source[0], buffer(), *source[1:])
-    check("a.npz: terminals: flags", npz(tmp_path, GOOD | {"terminals": SIX}), buffer())
-    objects = npz(tmp_path, GOOD | {"observations": np.array([None] * 6)})
-    check("a.npz: observations: cannot be read: expected an array of num", objects, buffer())
-    small = "capacity=9 is too small: an episode reaches row 6 of 3 in each of 3 envs; datasets.req"
-    check(small, GOOD, buffer(capacity=9))
-    small = "capacity=4 is too small: episode x reaches row 6 of 4; "
-    check(small, [six()], buffer(capacity=4, num_envs=1))
-    other = jr.items(capacity=8, batch_size=1)
-    check("takes a buffer of steps, since items have no episodes", GOOD, other)
-    check("takes a ReplayBuffer, such as .* got an int", GOOD, 3)
-    check("an episode has one flag for all agents", GOOD, buffer(num_agents=2))
+    into = datasets.from_arrays
+    read = lambda source, **names: into(source, buffer(), names=names)
+    npz_of = lambda **columns: read(npz(tmp_path, GOOD | columns))
+    said = {typed: f"from_arrays:\n{text}" for typed, text in REFUSED.items()}
+    check_table(said, {**globals(), "into": into, "read": read, "npz_of": npz_of})
     for options in ({"num_envs": 0}, {"autoreset": "other"}):
         with refused("required_capacity: "):
             datasets.required_capacity(GOOD, **options)

@@ -163,6 +163,12 @@ MAKING = {
         for wrong in ("0", "-1", "float('inf')", "float('nan')")
     },
     "jr.Replay(uniform, prefetch=-1)": "prefetch must be an int of at least 0, got -1",
+    # Steps that a replay is given.
+    "jr.Replay(items).add()": "give a step, or its fields",
+    "jr.Replay(items).add({'a': 1}, b=2)": "give a step, or its fields",
+    "jr.Replay(items).add({'a.b': np.ones(2), 'a': {'b': np.ones(2)}})": """
+        two leaves are named
+        a.b""",
     # A replay without rows.
     "jr.Replay(uniform).save('folder')": "save: nothing was added yet",
     "jr.Replay(uniform).get([0])": "get: nothing was added yet",

@@ -22,6 +22,7 @@ from jaxreplay import datasets, sb3
 from jaxreplay.buffers.jitted import options_here
 from jaxreplay.sb3 import columns, rows as rows_of
 from tests.conftest import ALL, SOAK, thorough
+from tests.sb3 import test_sb3_hindsight as hindsight
 from tests.support.compilations import count_programs
 from tests.support.hlo import check_in_place
 from tests.support.refusals import check_table, refused
@@ -320,7 +321,7 @@ BAD = {
 
 
 def test_bad_options_are_refused():
-    check_table(BAD, globals())
+    check_table(BAD, {**globals(), "hindsight": hindsight})
     with refused("abacus", RuntimeError):
         sb3.ReplayBuffer(50, VECTOR, BOX, storage_device="abacus")
 
@@ -339,21 +340,21 @@ def test_what_does_not_fit_is_named_and_changes_nothing():
     assert {device.platform for device in ours._state.rows.steps.reward.devices()} == {"cpu"}
 
     ours = sb3.DictReplayBuffer(50, DICT, BOX, n_envs=2)
-    (good,) = stream(DICT, BOX, 2, 1)
-    obs = good[0]
-    no_image = {key: value for key, value in obs.items() if key != "image"}
-    # Stable-Baselines3 cannot broadcast it; reshaping it would store another image.
-    other_layout = obs | {"image": obs["image"].transpose(0, 3, 1, 2)}
-    wrong = [
-        (0, obs | {"vector": np.zeros((2, 4))}, r"obs.vector: got the shape \[2, 4\], expected"),
-        (0, other_layout, r"obs.image: got the shape \[2, 3, 5, 4\], expected \[2, 5, 4, 3\]"),
-        (1, no_image, "next_obs: missing image"),
-    ]
-    for place, name in enumerate(("action", "reward", "done", "infos"), 2):
-        wrong.append((place, good[place][:1], rf"{name}: got the shape \[1.*\], expected \[2"))
-    for place, bad, text in wrong:
-        with refused(text):
-            ours.add(*good[:place], bad, *good[place + 1 :])
+    (step,) = stream(DICT, BOX, 2, 1)
+    names = "obs", "next_obs", "action", "reward", "done", "infos"
+    good = dict(zip(names, step, strict=True))
+    wrong = {
+        "add(obs=obs | {'vector': np.zeros((2, 4))})": "obs.vector: got the shape [2, 4], expected",
+        # Stable-Baselines3 cannot broadcast it; reshaping it would store another image.
+        "add(obs=obs | {'image': obs['image'].transpose(0, 3, 1, 2)})": """
+            obs.image: got the shape [2, 3, 5, 4], expected [2, 5, 4, 3]""",
+        "add(next_obs={'vector': obs['vector']})": "next_obs: missing\nimage",
+        **{
+            f"add({name}={name}[:1])": f"{name}: got the shape [1\nexpected [2"
+            for name in names[2:]
+        },
+    }
+    check_table(wrong, {"np": np, "add": lambda **bad: ours.add(**good | bad), **good})
     assert ours.size() == 0
     assert not len(ours._record)
 

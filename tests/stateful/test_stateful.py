@@ -16,7 +16,7 @@ from jaxreplay.buffers import memory, tiered
 from jaxreplay.stateful import places
 from tests.conftest import ALL, SOAK, thorough
 from tests.support.compilations import count_programs
-from tests.support.refusals import check_refused, refused, warned
+from tests.support.refusals import check_refused, check_table, refused, warned
 from tests.support.replays import (
     EXAMPLE,
     NUM_ENVS,
@@ -258,18 +258,6 @@ def test_blocks_of_changing_lengths_share_programs():
             by_block.add(np.zeros((13, 1), int), mask=np.ones((12, 1), bool))
 
 
-def test_items_of_any_kind():
-    buffer = jr.items(capacity=10, num_envs=2, batch_size=4)
-    replay = jr.Replay(buffer, framework="numpy")
-    for t in range(3):
-        replay.add({"a": np.full((2, 3), t), "b": [np.full(2, t, bool)]})
-    assert len(replay) == 6
-    assert replay.sample().experience["a"].shape == (4, 3)
-    check_refused("give a step, or its fields", replay.add, lambda: replay.add({"a": 1}, b=2))
-    with refused(r"two leaves are named rows.steps.a\.b"):
-        jr.Replay(buffer).add({"a.b": np.ones(2), "a": {"b": np.ones(2)}})
-
-
 def test_what_cannot_be_drawn_any_more_is_not_drawn():
     replay = make(**PRIORITIZED, steps=4)
     index = replay.get(np.arange(60)).index
@@ -305,43 +293,42 @@ def test_one_env_needs_no_axis_and_rewards_may_begin_as_integers():
 
 
 OBS = step(9)["obs"]
-WRONG = [
-    ({"reward": np.zeros(4, np.float32)}, r"reward: got float32\[4\]"),
-    ({"reward": np.full(3, 1e300)}, r"add: reward: 1e\+300 cannot be stored as float32"),
-    ({"action": np.zeros(3)}, r"action: got float32\[3\], expected int32\[3\]"),
-    (
-        {"action": np.zeros(3, np.longdouble)},
-        r"add: action: an array of (longdouble|float128) cannot be stored",
-    ),
-    ({"terminated": np.zeros(3)}, "terminated"),
-    ({"obs": {"x": OBS["x"]}}, "obs"),
-    ({"obs": OBS | {"x": np.zeros((3, 5))}}, r"obs.x: got float32\[3, 5\], expected f.*3, 2"),
-    ({"obs": OBS | {"x": "text"}}, r"obs.*: a str cannot be stored"),
-    (
-        {"obs": OBS | {"n": np.full(3, 2**40)}},
-        rf"add: obs.n: {2**40} cannot be stored as int32, which is what JAX has unless",
-    ),
-    ({"reward": None}, "missing reward"),
-    (step(9, ()), "no env axis, but there are 3 envs: say which one took it by env="),
-    ({"mask": np.ones(3, bool)}, "allow_mask"),
-    ({"priority": np.ones(3)}, "no priorities"),
-    ({"priority": "high"}, "add: priority: a str"),
-    ({"env": 0}, r"without an env axis, a mask or envs; got the leading axes \[3\]"),
-    ({"envs": [0, 1, 2]}, "add: envs= writes to some envs, .*make the buffer with allow_mask=True"),
-    (step(9, ()) | {"env": 0}, "make the buffer with allow_mask=True"),
-    *(
-        (step(9, ()) | {"env": env}, f"env={env!r}, but this buffer has the envs 0 to 2")
+WRONG = {
+    "add(reward=np.zeros(4, np.float32))": "reward: got float32[4]",
+    "add(reward=np.full(3, 1e300))": "add: reward: 1e+300 cannot be stored as float32",
+    "add(action=np.zeros(3))": "action: got float32[3], expected int32[3]",
+    "add(action=np.zeros(3, np.longdouble))": "add: action: an array of\ncannot be stored",
+    "add(terminated=np.zeros(3))": "terminated",
+    "add(obs={'x': OBS['x']})": "obs",
+    "add(obs=OBS | {'x': np.zeros((3, 5))})": "obs.x: got float32[3, 5], expected float32[3, 2]",
+    "add(obs=OBS | {'x': 'text'})": "obs\na str cannot be stored",
+    "add(obs=OBS | {'n': np.full(3, 2**40)})": """
+        add: obs.n: 1099511627776 cannot be stored as int32, which is what JAX has unless""",
+    "add(reward=None)": "missing reward",
+    "add(**step(9, ()))": "no env axis, but there are 3 envs: say which one took it by env=",
+    "add(mask=np.ones(3, bool))": "allow_mask",
+    "add(priority=np.ones(3))": "no priorities",
+    "add(priority='high')": "add: priority: a str",
+    "add(env=0)": "without an env axis, a mask or envs; got the leading axes [3]",
+    "add(envs=[0, 1, 2])": """
+        add: envs= writes to some envs,
+        make the buffer with allow_mask=True""",
+    "add(**step(9, ()), env=0)": "make the buffer with allow_mask=True",
+    **{
+        f"add(**step(9, ()), env={env!r})": f"env={env!r}, but this buffer has the envs 0 to 2"
         for env in (1.0, True, -1, 3, "1")
-    ),
-]
+    },
+}
 
 
 def test_what_does_not_fit_is_refused_at_once_and_nothing_that_waits_is_lost():
     replay = make(steps=4)
-    for wrong, text in WRONG:
+
+    def add(**wrong):
         given = step(9) | wrong
-        with refused(text):
-            replay.add(**{name: leaf for name, leaf in given.items() if leaf is not None})
+        replay.add(**{name: leaf for name, leaf in given.items() if leaf is not None})
+
+    check_table(WRONG, {**globals(), "add": add})
     check_same(replay, make(steps=4))
 
     sizes = {"capacity": 8, "num_envs": 2, "batch_size": 2, "allow_mask": True}
