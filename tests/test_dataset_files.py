@@ -324,10 +324,6 @@ def test_ends_that_are_easily_missed(tmp_path):
         {"terminals": {"a": ends, "b": NONE}, "timeouts": {"a": NONE, "b": ends}},
     ):
         assert observations_of(rows | flags) == [[0, 1, 2], [3, 4, 5]]
-    # next observations tell of an end that numbers of episodes do not
-    jump = np.array([0, 1, 2, 50, 51, 52], np.float32)
-    both = rows | {"observations": jump, "next_observations": jump + 1, "episode_index": NONE + 0}
-    assert observations_of(both) == [[0, 1, 2, 3], [50, 51, 52, 53]]
     # NaN is equal to itself
     gap = np.where(SIX == 3, np.nan, SIX)
     after = np.append(gap[1:], np.float32(6))

@@ -170,23 +170,6 @@ def test_metrics_are_there_and_finite(case):
         assert metrics["size"] == found["size"]
 
 
-@catalog
-@pytest.mark.no_xla
-def test_the_wrong_leaf_is_named(case):
-    (buffer, state), step = case.shapes(), case.step()
-    name = "image" if case.is_items else "obs.image"
-    with refused(rf"  {name}: got uint8\[.*\], expected uint8\[4, .*\]") as error:
-        jax.eval_shape(buffer.add, state, nth(step, 0))
-    assert str(error.value).startswith("add:\n")
-    assert "add takes one step of every env" in str(error.value)
-    with refused(rf"  {name}: got ") as error:
-        jax.eval_shape(buffer.extend, state, step)
-    assert "extend takes a block of steps, leaves [time, num_envs, ...]" in str(error.value)
-    wrong = jax.tree.map(lambda leaf: leaf.astype(np.int16), step)
-    with refused(rf"  {name}: got int16\[.*\], expected uint8\["):
-        jax.eval_shape(buffer.add, state, wrong)
-
-
 @each(CATALOG if ALL else FEW[::2])
 def test_min_size_is_waited_for(case):
     buffer = dataclasses.replace(case.replay(), min_size=12)

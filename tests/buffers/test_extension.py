@@ -80,7 +80,6 @@ if ALL:
         test_contract.test_an_abstract_example_is_enough,
         test_contract.test_equal_configurations_share_one_trace,
         test_contract.test_an_empty_buffer_is_flagged,
-        test_contract.test_the_wrong_leaf_is_named,
         test_contract.test_jit_equals_eager,
         test_contract.test_extend_equals_add_for_each_step,
         calls_are_in_place,

@@ -11,6 +11,7 @@ import pytest
 import jaxreplay as jr
 from jaxreplay.storage import row_flags
 from tests.support.compilations import count_programs
+from tests.support.steps import begun, nth
 
 E, LENGTH, TIME = 3, 20, 31
 
@@ -34,7 +35,7 @@ def steps_of(autoreset):
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def mapped(buffer, block, steps, factor):
     """Return the state before and after, items of rows by `jr.relabel`, and of the new rows."""
-    state = buffer.extend(buffer.init(jax.tree.map(lambda leaf: leaf[0, 0], steps)), steps)
+    state = begun(buffer, steps)
     rows = jnp.arange(E * LENGTH)
     relabelled = jr.relabel(buffer, lambda step, next_obs: step.reward * factor + next_obs)
     change = lambda step, next_obs, factor: {
@@ -83,9 +84,9 @@ def scaled(step, next_obs, factor):
 @pytest.mark.parametrize(("rows", "program"), [("device", "map_rows"), ("host", "_block")])
 def test_a_replay_compiles_a_function_once_for_all_parameters(rows, program):
     replay, time = jr.Replay(buffer_of("next_step"), rows=rows), 15
-    steps = jax.tree.map(lambda leaf: leaf[:time], steps_of("next_step"))
+    steps = nth(steps_of("next_step"), slice(time))
     for step in range(time):
-        replay.add(jax.tree.map(lambda leaf, step=step: leaf[step], steps))
+        replay.add(nth(steps, step))
     reward, next_obs = (x.copy() for x in (steps.reward, steps.obs))
     with count_programs(program) as compiled:
         for factor in np.float32([2, 3]):

@@ -350,6 +350,11 @@ USING = {
         a mask was given, but this buffer was made without allow_mask=True""",
     "masked.add(masked_state, STEP, ZEROS)": "mask: got float32[2], expected bool[2]",
     "masked.add(masked_state, STEP, FLAGS[:1])": "mask: got bool[1], expected bool[2]",
+    "items.add(items.init({'image': ZEROS}), {'image': OBS['b'][0]})": """
+        add:
+        image: got float32[3], expected float32[2, 2]""",
+    "items.extend(items.init({'image': np.uint8(0)}), {'image': np.zeros((3, 2), 'i2')})": """
+        image: got int16[3, 2], expected uint8[3, 2]""",
     # Steps of some envs.
     "uniform.add(uniform_state, STEP, envs=np.int32([0, 1]))": """
         add: envs= writes to some envs, but all envs of this buffer share one write position

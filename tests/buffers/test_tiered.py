@@ -437,18 +437,11 @@ def test_a_draw_is_traced_anew_in_each_program():
             assert found.tolist() == [given] * 4
 
 
-def test_a_state_of_another_example_is_checked_anew_and_a_program_cannot_move_rows():
+def test_a_state_of_another_example_is_checked_anew():
     tier, _ = items_tier()
     state = tier.init(np.zeros(3, np.int32))
     with refused(r"expected int32\[5, 1, 3\]"):
         tier.extend(state, np.zeros((5, 1), np.int32))
-    for call in (
-        tier.clear,
-        lambda state: tier.add(state, np.zeros((1, 3), np.int32)),
-        lambda state: tier.sample(state, jax.random.key(0)),
-    ):
-        with refused("call it outside of jit, since it moves rows on the host"):
-            jax.eval_shape(call, state)
 
 
 def test_rows_of_a_replay_that_is_dropped_are_freed():
@@ -501,9 +494,6 @@ def test_rows_that_do_not_fit_are_refused():
 def test_what_cannot_be_read_from_the_host_is_refused():
     tier = jr.tiered(jr.items(capacity=8, batch_size=2))
     state = tier.init({"x": np.float32(0)})
-    with refused(r"x: got float32\[2, 2\], expected float32\[2, 1\]"):
-        tier.extend(state, {"x": np.zeros((2, 2), np.float32)})
-    assert not tier.num_written.any()
     with refused("the rows of x lie on the host, which no program reads: use draw, take and read"):
         jax.jit(tier.index.sample)(state, jax.random.key(0))
     shared = {"capacity": 32, "batch_size": 2, "autoreset": "next_step"}

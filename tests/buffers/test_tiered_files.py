@@ -27,12 +27,13 @@ from tests.support import row_writer
 from tests.support.refusals import refused, warned
 from tests.support.row_writer import LENGTH, NUM_ENVS, steps
 from tests.support.sampling import assert_same
+from tests.support.steps import nth
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
 def example():
-    return jax.tree.map(lambda leaf: leaf[0, 0], steps([0]))
+    return nth(steps([0]), (0, 0))
 
 
 def opened(folder, buffer=None, continue_streams=True):
@@ -157,7 +158,7 @@ def test_a_call_that_writes_no_row_of_a_page_changes_nothing_else(tmp_path, monk
     options = {"capacity": 8, "batch_size": 2, "allow_mask": True, "allow_write": True}
     tier = jr.tiered(jr.items(**options), rows=tmp_path)
     page = lambda number: {"a": np.full((1, 1500), number, np.int32), "b": np.int32([number])}
-    state = tier.init(jax.tree.map(lambda leaf: leaf[0], page(0)))
+    state = tier.init(nth(page(0), 0))
     for number in (1, 2):
         state = tier.add(state, page(number), np.ones(1, bool))
     index = tier.sample(state, jax.random.key(0)).index
@@ -635,7 +636,7 @@ def test_a_copy_is_restored_anywhere_and_a_damaged_one_replaces_nothing(tmp_path
 
 def add(replay, numbers):
     for number in numbers:
-        replay.add(jax.tree.map(lambda leaf: leaf[0], steps([number])))
+        replay.add(nth(steps([number]), 0))
 
 
 BEFORE = {

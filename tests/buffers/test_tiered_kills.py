@@ -14,10 +14,11 @@ from jaxreplay.checkpoint import Checkpointer
 from jaxreplay.storage import array_files, file_rows
 from tests.conftest import ALL, SOAK
 from tests.support.row_writer import steps
+from tests.support.steps import nth
 
 NUM_ENVS, LENGTH = 3, 12
 WATCHED = {module.__file__ for module in (file_rows, array_files)}  # they change the folder
-EXAMPLE = jax.tree.map(lambda leaf: leaf[0, 0], steps([0]))
+EXAMPLE = nth(steps([0]), (0, 0))
 BUFFER = jr.prioritized(
     capacity=NUM_ENVS * LENGTH,
     num_envs=NUM_ENVS,
@@ -57,7 +58,7 @@ def rows_of(tier):
 def snapshots_of(folder, call, rng):
     """Return what a function returns, and copies of a folder as kills leave it at some of its
     lines, each as likely as another."""
-    left, count = [folder.with_name(f"left{nth}") for nth in range(3)], 0
+    left, count = [folder.with_name(f"left{which}") for which in range(3)], 0
 
     def trace(frame, event, _):
         nonlocal count
@@ -195,8 +196,8 @@ def test_a_kill_leaves_the_rows_from_before_a_call_or_from_after_it(seed, tmp_pa
     monkeypatch.setattr(file_rows, "_MOST_WAITING", 20)
     history = History(tmp_path, seed)
     history.state = history.extend()
-    for nth in range(20):
-        name = NAMES[nth] if nth < len(NAMES) else history.rng.choice(NAMES)
+    for turn in range(20):
+        name = NAMES[turn] if turn < len(NAMES) else history.rng.choice(NAMES)
         before = rows_of(history.tier)
         call = getattr(history, name)
         history.state, copies = snapshots_of(tmp_path / "rows", call, history.rng)

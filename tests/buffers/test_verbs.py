@@ -72,7 +72,7 @@ TAKERS = {
 }
 ALL = [name for name in VERBS if name != "close"]  # which is a `Groups`' own
 NO_QUEUE = dict.fromkeys(("pop", "can_add"), "Prioritized samples with replacement")
-OUTSIDE = "call it outside of jit"
+OUTSIDE = "call it outside of jit, since it moves rows on the host"
 # The errors of those that a form does not take, in a program.
 IN_EACH = "a sharded buffer has no episode_table; inside of a jax.shard_map, each shard has it"
 REFUSED = {

@@ -13,7 +13,7 @@ from jaxreplay.samplers.shares import shares
 from tests.conftest import SOAK
 from tests.samplers.test_laws import check
 from tests.support.buffers import draw
-from tests.support.sampling import adopt, can_sample, extend, get, metrics, pop, sample
+from tests.support.sampling import adopt, begin, can_sample, extend, get, metrics, pop, sample
 from tests.support.steps import begun, nth, plain_step
 
 BATCH, ROWS = 10, 17  # of each of two envs
@@ -57,8 +57,8 @@ def laws(name):
 def seen_of(buffer, fractions):
     """Return the probability of each row, and a batch for each of three betas, with the fractions
     of a call, too."""
-    given = {"priority": PRIORITY} if "Prioritized" in repr(buffer.sampler) else {}
-    state = buffer.extend(buffer.init(jnp.float32(0)), PRIORITY, **given)
+    has_priorities = "Prioritized" in repr(buffer.sampler)
+    state = begun(buffer, PRIORITY, None, PRIORITY if has_priorities else None)
     found = []
     for options in ({}, {"fractions": fractions}):
         draw = lambda beta, options=options: buffer.sample(
@@ -91,7 +91,7 @@ def test_rows_have_the_probabilities_of_their_members_in_these_parts(name):
 
 def test_of_two_samplers_with_priorities_the_first_one_tells_its_figures():
     buffer = buffer_of("two trees")
-    state = extend(buffer, buffer.init(jnp.float32(0)), PRIORITY, priority=PRIORITY)
+    state = begin(buffer, PRIORITY, None, PRIORITY)
     mean = jax.device_get(metrics(buffer, state))["mean_priority"]
     np.testing.assert_allclose(mean, PRIORITY.mean(), rtol=1e-5)  # its alpha is 1
     members = {name: (jr.Prioritized(beta=beta), 1) for name, beta in (("a", 0.2), ("b", 0.9))}
@@ -256,7 +256,7 @@ def test_a_buffer_can_be_sampled_if_a_part_gives_items():
 
     @jax.jit
     def run(buffer):
-        state = buffer.extend(buffer.init(0.0), ones, priority=0 * ones)
+        state = begun(buffer, ones, None, 0 * ones)
         if isinstance(buffer.sampler, jr.OnlineQueue):
             then, batch = buffer.pop(state, jax.random.key(0))
         else:
@@ -282,7 +282,7 @@ def test_a_part_without_rows_counts_as_little_as_one_without_priorities():
     sizes = {"capacity": 16, "batch_size": 4, "autoreset": "same_step_no_final_obs"}
     buffer = jr.transitions(**sizes, sampler=sampler)
     steps = plain_step(np.arange(3.0, dtype=np.float32)[:, None])
-    state = extend(buffer, buffer.init(nth(steps, (0, 0))), steps)
+    state = begin(buffer, steps)
     assert not can_sample(buffer, state)
     assert not sample(buffer, state, jax.random.key(0)).is_valid.any()
 
@@ -307,7 +307,7 @@ def test_an_online_queue_gives_each_row_once_then_those_of_its_sampler():
     sampler = jr.OnlineQueue(sampler=jr.Prioritized(alpha=1.0))
     buffer = jr.items(capacity=20, num_envs=2, batch_size=BATCH, sampler=sampler)
     values = np.arange(1.0, 27.0, dtype=np.float32).reshape(13, 2)
-    state = extend(buffer, buffer.init(jnp.float32(0)), values[:12], priority=values[:12])
+    state = begin(buffer, values[:12], None, values[:12])
     news = values[2:7], values[7:12], values[:0], values[12:]
     for number, new in enumerate(news):
         if number == 3:
@@ -440,7 +440,7 @@ def ever(rule):
 def test_an_online_queue_takes_adopted_rows_as_sampled():
     old = jr.items(capacity=8, batch_size=2)
     rows = np.arange(4, dtype=np.float32)[:, None]
-    state = extend(old, old.init(jnp.float32(0)), rows)
+    state = begin(old, rows)
     buffer = jr.items(capacity=8, batch_size=4, sampler=jr.OnlineQueue())
     state = extend(buffer, adopt(buffer, state), rows[:1] + 9)
     state, batch = pop(buffer, state, jax.random.key(0))
@@ -534,8 +534,8 @@ def test_members_of_a_mixture_may_have_fractions_of_a_call():
     two = mixture.members[1][1]
     values = np.arange(1.0, 9.0, dtype=np.float32)[:, None]
     states = {
-        "one": extend(ours, ours.init(jnp.float32(0)), values, priority=values),
-        "two": extend(two, two.init(jnp.float32(0)), -values),
+        "one": begin(ours, values, None, values),
+        "two": begin(two, -values),
     }
 
     @jax.jit

@@ -13,7 +13,8 @@ import jaxreplay as jr
 from jaxreplay._util import random
 from jaxreplay.storage.sampleable import Sampleable
 from tests.conftest import PLATFORM, SOAK
-from tests.support.steps import begun, nth, plain_step
+from tests.support.sampling import begin
+from tests.support.steps import begun, plain_step
 
 DRAWS = 2_000_000 if SOAK else 100_000
 LEAST = 1e-4
@@ -54,8 +55,7 @@ ENVS, ROWS = 3, 20
 @jax.jit
 def drawn_of(buffer, steps, mask, priority):
     """Return the probabilities of all rows, and independent draws."""
-    given = {"priority": priority} if buffer.sampler.has_priorities else {}
-    state = buffer.extend(buffer.init(nth(steps, (0, 0))), steps, mask, **given)
+    state = begun(buffer, steps, mask, priority if buffer.sampler.has_priorities else None)
     keys = jax.random.split(jax.random.key(2), DRAWS // 4)
     one = lambda key: buffer.sampler.sample(state.sampler, Sampleable.of(state), key, 1)
     return buffer.get(state, jnp.arange(buffer.capacity)).probability, jax.vmap(one)(keys)
@@ -135,9 +135,6 @@ def test_no_bits_lead_past_the_bound():
         assert (k <= bounds).all()
 
 
-jitted_begun = jax.jit(begun)
-
-
 def stream(lengths, **options):
     """Return a buffer and a state with episodes of these lengths in one stream.
 
@@ -149,7 +146,7 @@ def stream(lengths, **options):
     )
     obs = np.int32([[(e, t)] for e, n in enumerate(lengths) for t in range(n + 1)])
     ends = np.array([[t == n - 1] for n in lengths for t in range(n + 1)])
-    return buffer, jitted_begun(buffer, plain_step(obs[..., 0], obs=obs, terminated=ends))
+    return buffer, begin(buffer, plain_step(obs[..., 0], obs=obs, terminated=ends))
 
 
 LENGTHS = (1, 2, 5, 17)
@@ -241,7 +238,7 @@ def test_goals_have_the_law_of_their_strategy(strategy, fraction, goes_on, allow
     time = np.arange(16 + goes_on, dtype=np.int32)[:, None]
     obs = {"achieved_goal": time, "desired_goal": 0 * time - 1}
     ends = (time == 8) | (time == 14)
-    state = jitted_begun(buffer, plain_step(time, obs=obs, reward=time * 0.0 - 1, terminated=ends))
+    state = begin(buffer, plain_step(time, obs=obs, reward=time * 0.0 - 1, terminated=ends))
     items = jax.device_get(jax.jit(buffer.sample)(state, jax.random.key(2)).experience)
     time, goal = items.action, items.obs["desired_goal"]
     assert (goal == items.next_obs["desired_goal"]).all()
@@ -263,7 +260,7 @@ def test_a_row_waits_for_the_row_that_its_goal_is_from():
     buffer = jr.chunks(capacity=16, batch_size=64, obs=(0,), action=1, autoreset="next_step")
     reward = lambda achieved, goal, step: step.reward
     buffer = jr.hindsight(buffer, reward, unfinished=True, relabel_fraction=1.0)
-    state = jitted_begun(buffer, plain_step(number, obs=obs))
+    state = begin(buffer, plain_step(number, obs=obs))
     assert int(jax.jit(buffer.size)(state)) == 4
     items = jax.device_get(jax.jit(buffer.sample)(state, jax.random.key(0))).experience
     goal = items.obs["desired_goal"][:, 0]
@@ -282,7 +279,7 @@ def test_what_nested_views_draw_is_independent():
         buffer = jr.hindsight(
             buffer, lambda *_: 0.0, relabel_fraction=0.5, achieved_key=achieved, desired_key=desired
         )
-    state = jitted_begun(buffer, steps)
+    state = begin(buffer, steps)
     items = jax.device_get(jax.jit(buffer.sample)(state, jax.random.key(4)).experience)
     goal, other = items.obs["goal"], items.obs["other goal"]
     are_new = (goal >= 0) + 2 * (other >= 0)

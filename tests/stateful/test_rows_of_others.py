@@ -168,17 +168,6 @@ def test_a_mixture_is_one_replay():
     assert not replay.can_sample()
 
 
-def test_a_mixture_is_loaded_without_an_example(tmp_path):
-    replay, loaded = mixed(example=nth(steps(0), (0, 0)), seed=0), mixed(seed=0)
-    replay.add(steps(0), member="demos")
-    replay.add(steps(0), member="online")
-    replay.save(tmp_path / "replay")
-    loaded.load(tmp_path / "replay")
-    for each in (replay, loaded):
-        each.add(nth(steps(6), 0), member="online")
-    assert_same(loaded.sample(), replay.sample())
-
-
 @pytest.mark.thorough
 def test_the_rows_of_a_mixture_make_room_for_saved_ones(tmp_path, monkeypatch):
     replay = mixed(seed=0)

@@ -31,7 +31,7 @@ def doubled(given, after, factor):
 def calls_of(replay, path):
     """Return calls of all methods of a replay, by their names. Steps have the shapes of those of
     `test_random_calls_are_those_of_the_functional_buffer`, with the same programs."""
-    one_env = jax.tree.map(lambda leaf: leaf[:, 0], block(0, 5))
+    one_env = nth(block(0, 5), np.s_[:, 0])
     obs, no = one_env["obs"], np.zeros(4, bool)
     episode = Episode(obs, one_env["action"][:4], one_env["reward"][:4], no, no)
     every, one = np.ones(NUM_ENVS, bool), np.arange(NUM_ENVS) == 1

@@ -5,7 +5,7 @@ import numpy as np
 
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.views.transition import TransitionView
-from tests.support.steps import plain_step
+from tests.support.steps import begun, plain_step
 
 # A buffer is a pytree without leaves: its methods are jitted once for all equal buffers.
 init, add, extend, size, get, adopt, update, clear, metrics, can_sample = (
@@ -16,6 +16,7 @@ init, add, extend, size, get, adopt, update, clear, metrics, can_sample = (
     )
 )
 pop, sample = (jax.jit(getattr(ReplayBuffer, name), static_argnums=3) for name in ("pop", "sample"))
+begin = jax.jit(begun)  # of a buffer, steps [T, E, ...], a mask and priorities
 
 
 def step_of(values):

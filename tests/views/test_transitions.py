@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxreplay as jr
-from tests.support.sampling import get
+from tests.support.sampling import begin, get
 from tests.support.steps import begun, nth, plain_step
 
 
@@ -54,7 +54,7 @@ def of_horizon(n_step, gamma):
         reward=r.random(shape, np.float32),
         action=r.random(shape),
     ).replace(terminated=r.random(shape) < 0.1, truncated=r.random(shape) < 0.1)
-    return buffer, jax.jit(begun)(buffer, jax.tree.map(np.asarray, steps))
+    return buffer, begin(buffer, jax.tree.map(np.asarray, steps))
 
 
 def test_a_call_may_shorten_the_horizon_and_change_the_discount():
@@ -103,7 +103,7 @@ def test_a_step_may_have_a_discount_of_its_own():
     steps = plain_step(
         r.random(shape, np.float32), reward=r.integers(-3, 4, shape), extras={"discount": own}
     ).replace(terminated=r.random(shape) < 0.1)
-    state = jax.jit(begun)(buffer, jax.tree.map(np.asarray, steps))
+    state = begin(buffer, jax.tree.map(np.asarray, steps))
     for gamma in (None, 1.0):
         found = jax.device_get(get(buffer, state, np.arange(64), gamma=gamma))
         rows = np.flatnonzero(found.is_valid)
@@ -128,5 +128,5 @@ def test_observations_may_be_empty():
         obs=obs, action=zero, reward=zero, terminated=flag, truncated=~flag, final_obs=obs
     )
     buffer = jr.uniform(capacity=16, num_envs=1, batch_size=4, autoreset="same_step")
-    state = jax.jit(begun)(buffer, steps)
+    state = begin(buffer, steps)
     assert get(buffer, state, np.arange(16)).experience.next_obs.shape == (16, 0)
