@@ -5,6 +5,7 @@ import importlib.util
 import os
 import pathlib
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -53,9 +54,6 @@ def run(tmp_path, capsys, monkeypatch):
 
 
 def recipes():
-    spec = importlib.util.spec_from_file_location("steps", EXAMPLES / "steps.py")
-    steps = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(steps)
     return [
         pytest.param(
             recipe,
@@ -64,7 +62,7 @@ def recipes():
                 importlib.util.find_spec(library) is None, reason=f"{library} is not installed"
             ),
         )
-        for library, recipes in steps.RECIPES.items()
+        for library, recipes in runpy.run_path(str(EXAMPLES / "steps.py"))["RECIPES"].items()
         for recipe in recipes
     ]
 

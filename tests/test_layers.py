@@ -5,7 +5,6 @@ import ast
 import graphlib
 import pathlib
 import re
-import sys
 
 import jax
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 
 import jaxreplay
 from tests.mutations import MUTATIONS
-from tests.support.replays import output_of
+from tests.support.replays import entered_by, output_of
 from tests.support.steps import nth, plain_step
 
 ROOT = pathlib.Path(jaxreplay.__file__).parent
@@ -166,20 +165,7 @@ def test_a_call_enters_few_functions(kind, name):
 
 def check_enters_few(call, most_functions, most_modules):
     """Check how many functions of the package, of how many modules, a call enters in its thread."""
-    entered = set()
-
-    def enters(frame, event, _):
-        code = frame.f_code
-        is_ours = code.co_filename.startswith(str(ROOT)) and code.co_name[0] != "<"
-        if event == "call" and is_ours:
-            entered.add((code.co_filename, code.co_qualname))
-
-    before = sys.getprofile()
-    sys.setprofile(enters)
-    try:
-        call()
-    finally:
-        sys.setprofile(before)
+    entered = {(code.co_filename, code.co_qualname) for code in entered_by(call)}
     assert len(entered) <= most_functions
     assert len({file for file, _ in entered}) <= most_modules
 

@@ -51,17 +51,24 @@ def check_all_equal(batches):
         check_equal(batch, batches[0])
 
 
+def samples_of(tier, buffer):
+    """Return two functions of a state and a key that return the next state, and a plan of a tier's
+    batch, or a buffer's batch."""
+    if buffer.sampler.consumes:
+        return jax.jit(tier.pop), buffer.pop
+    draw = jax.jit(tier.draw)
+    with_state = lambda function: lambda state, key: (state, function(state, key))
+    return with_state(draw), with_state(buffer.sample)
+
+
 @each([case for case in CATALOG if case.name in READ])
 def test_adopted_rows_are_read_as_on_the_device(case):
     whole = case.replay()
     buffer, tier, theirs = jr.jit(whole), jr.tiered(whole), case.filled(whole)
-    mine, read = tier.adopt(jax.tree.map(jnp.copy, theirs)), jax.jit(tier.read)
-    draw, pop, get = (jax.jit(getattr(tier, name)) for name in ("draw", "pop", "get"))
+    mine = tier.adopt(jax.tree.map(jnp.copy, theirs))
+    (draw, sample), read, get = samples_of(tier, buffer), jax.jit(tier.read), jax.jit(tier.get)
     for key in jax.random.split(jax.random.key(0), 3):
-        if whole.sampler.consumes:
-            (mine, plan), (theirs, batch) = pop(mine, key), buffer.pop(theirs, key)
-        else:
-            plan, batch = draw(mine, key), buffer.sample(theirs, key)
+        (mine, plan), (theirs, batch) = draw(mine, key), sample(theirs, key)
         check_equal(read(plan, tier.take(plan)), batch)
         plan = get(mine, batch.index, key)
         check_equal(read(plan, tier.take(plan)), buffer.get(theirs, batch.index, key))
@@ -71,14 +78,13 @@ def test_adopted_rows_are_read_as_on_the_device(case):
 def test_batches_are_those_of_a_buffer_on_the_device(case, tmp_path):
     """Also after the rows went to a buffer on the device and came back. Those in files are there
     right after a drop, too."""
-    whole, consumes = case.replay(), case.replay().sampler.consumes
+    whole = case.replay()
     host, files = jr.tiered(whole), jr.tiered(whole, rows=tmp_path, continue_streams=True)
     buffer, tiers = jr.jit(whole), (host, files)
     states = [buffer.init(case.example()) for _ in range(3)]
     states[:2] = [tier.adopt(state) for tier, state in zip(tiers, states[:2], strict=True)]
-    names = ("draw", "read", "get", "pop", "update_priorities")
-    draw, read, get, pop, update = (jax.jit(getattr(host, name)) for name in names)
-    mapped = jax.jit(lambda state, by: whole.map_rows(state, scaled, by, block=10))
+    draw, sample = samples_of(host, buffer)
+    read, get, update = map(jax.jit, (host.read, host.get, host.update_priorities))
     numbers, indices = jax.jit(lambda state: state.index(jnp.arange(whole.capacity))), []
     rng = np.random.default_rng(0)
 
@@ -96,14 +102,9 @@ def test_batches_are_those_of_a_buffer_on_the_device(case, tmp_path):
         if not whole.layout().lockstep and turn in (2, 7):  # with padding
             some = nth(case.step(turn), [2, 3, 0, 1])
             change("add", some, envs=np.int32([2, -1, 0, 4]))
-        if consumes:
-            *popped, (states[2], batch) = [pop(state, key) for state in states[:2]] + [
-                buffer.pop(states[2], key)
-            ]
-            states[:2], plans = zip(*popped, strict=True)
-        else:
-            plans, batch = [draw(state, key) for state in states[:2]], buffer.sample(states[2], key)
-        check(plans, batch)
+        (states[0], one), (states[1], other) = (draw(state, key) for state in states[:2])
+        states[2], batch = sample(states[2], key)
+        check((one, other), batch)
         indices.append(numbers(states[2]))
         for index in indices[-2:]:  # some rows of the earlier turn are overwritten
             plans = [get(state, index, key) for state in states[:2]]
@@ -117,12 +118,7 @@ def test_batches_are_those_of_a_buffer_on_the_device(case, tmp_path):
             reward = rng.random(index.row.shape).astype(np.float32)
             change("write", index, {"reward": reward, "extras": {"flag": reward < 0.5}})
         if whole.allow_write and turn in (5, 8):
-            by = np.float32(turn)
-            states[:2] = [
-                tier.map_rows(state, scaled, by, block=10)
-                for tier, state in zip(tiers, states[:2], strict=True)
-            ]
-            states[2] = mapped(states[2], by)
+            change("map_rows", scaled, np.float32(turn), block=10)
         if whole.autoreset and turn % 4 == 3:
             ended = rng.random(4) < 0.5
             change("end_streams", ended)

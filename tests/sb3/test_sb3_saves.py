@@ -13,6 +13,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 from jaxreplay import checkpoint, sb3
 from tests.conftest import thorough
 from tests.support.refusals import refused
+from tests.support.sb3_streams import check_same, params_of, sampled
 
 
 def small():
@@ -57,10 +58,6 @@ MODELS = {
 }
 
 
-def params_of(model):
-    return [one.detach().numpy().copy() for one in model.policy.parameters()]
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -80,14 +77,8 @@ def test_a_resumed_run_ends_as_one_without_a_break(name, tmp_path):
     again = sb3.SaveCallback(tmp_path, save_freq=40, save_envs=True, max_to_keep=3)
     model.learn(150 - steps[0], callback=again, reset_num_timesteps=False)
     assert model.num_timesteps == whole.num_timesteps
-    for one, other in zip(params_of(model), params_of(whole), strict=True):
-        np.testing.assert_array_equal(one, other)
-    batches = []
-    for each in (model, whole):
-        np.random.seed(0)
-        batches.append([one for one in each.replay_buffer.sample(8) if torch.is_tensor(one)])
-    assert len(batches[0]) > 2
-    assert all(torch.equal(one, other) for one, other in zip(*batches, strict=True))
+    assert torch.equal(params_of(model), params_of(whole))
+    check_same(*(sampled(each.replay_buffer, 8) for each in (model, whole)))
 
 
 @pytest.mark.thorough

@@ -1,8 +1,5 @@
 """Steps of NumPy arrays wait on the host until a program adds them all: nobody can tell."""
 
-import os
-import sys
-
 import numpy as np
 import pytest
 
@@ -11,7 +8,7 @@ from jaxreplay.host.staging import Staging
 from jaxreplay.stateful import owner, places
 from tests.conftest import ALL
 from tests.support.compilations import count_programs
-from tests.support.replays import check_same, make, step
+from tests.support.replays import check_same, entered_by, make, step
 
 
 def test_a_loop_runs_one_program_for_its_adds_and_its_sample(monkeypatch):
@@ -42,21 +39,8 @@ def test_a_loop_runs_one_program_for_its_adds_and_its_sample(monkeypatch):
 
 
 def test_a_plain_step_enters_few_functions():
-    replay, entered = make(steps=4), set()
-
-    def enters(frame, event, _):
-        code = frame.f_code
-        is_ours = code.co_filename.startswith(os.path.dirname(jr.__file__))
-        if event == "call" and is_ours and code.co_name[0] != "<":
-            entered.add(code)
-
-    given, before = step(4), sys.getprofile()
-    sys.setprofile(enters)
-    try:
-        replay.add(given)
-    finally:
-        sys.setprofile(before)
-    assert 3 < len(entered) <= 14
+    replay, given = make(steps=4), step(4)
+    assert 3 < len(entered_by(lambda: replay.add(given))) <= 14
 
 
 @pytest.mark.parametrize("rows", ["device", "host"])

@@ -1,6 +1,7 @@
 """`Replay` objects, and steps for them that count up."""
 
 import contextlib
+import os
 import subprocess
 import sys
 
@@ -83,6 +84,24 @@ def output_of(code, *arguments, **options):
     done = subprocess.run(command, capture_output=True, text=True, timeout=480, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+def entered_by(call):
+    """Return the code of each function of the package that a call enters."""
+    entered, before = set(), sys.getprofile()
+
+    def enters(frame, event, _):
+        code = frame.f_code
+        is_ours = code.co_filename.startswith(os.path.dirname(jr.__file__))
+        if event == "call" and is_ours and code.co_name[0] != "<":
+            entered.add(code)
+
+    sys.setprofile(enters)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return entered
 
 
 @contextlib.contextmanager
