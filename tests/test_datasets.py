@@ -20,9 +20,9 @@ from minari.data_collector.episode_buffer import EpisodeBuffer
 import jaxreplay as jr
 from jaxreplay import datasets
 from jaxreplay.datasets.episodes import rows_of, steps_of
-from tests.support.buffers import everything, jitted
+from tests.support.buffers import everything
 from tests.support.refusals import refused
-from tests.support.sampling import assert_same
+from tests.support.sampling import assert_same, begin
 from tests.support.steps import nth, plain_step
 
 # Minari's recommendations for a dataset's metadata.
@@ -147,7 +147,7 @@ def numbers_of(replay, obs, terminated=(), truncated=(), **options):
     ends = np.zeros((2, *obs.shape), bool)
     ends[0, [*terminated]] = ends[1, [*truncated]] = True
     steps = jr.Step(obs, obs, obs.astype(np.float32), terminated=ends[0], truncated=ends[1])
-    state = jitted(replay, "extend")(replay.init(nth(steps, (0, 0))), steps)
+    state = begin(replay, steps)
     found = [*datasets.to_episodes(replay, state, **options)]
     for one in found:
         assert one.rewards.tolist() == one.actions.tolist() == one.observations[:-1].tolist()

@@ -24,7 +24,7 @@ from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError
 from jaxreplay.storage import file_rows
 from tests.conftest import ALL, thorough
 from tests.support import row_writer
-from tests.support.refusals import refused, warned
+from tests.support.refusals import check_table, refused, warned
 from tests.support.row_writer import LENGTH, NUM_ENVS, steps
 from tests.support.sampling import assert_same
 from tests.support.steps import nth
@@ -358,17 +358,18 @@ def test_a_folder_of_another_buffer_is_refused(tmp_path):
     fed(tier, state, 0, 20)
     tier.close()
     shared = {"num_envs": NUM_ENVS, "batch_size": 4}
-    for said, options in {
-        "length: the folder has 50, this buffer 100": {"capacity": 300},
-        "num_envs: the folder has 3, this buffer 5": {"capacity": 150, "num_envs": 5},
-        "autoreset: the folder has 'next_step', this buffer 'same_step_no_final_obs'": {
-            "capacity": 150,
-            "autoreset": "same_step_no_final_obs",
-        },
-    }.items():
+
+    def init(capacity=150, **options):
         own = {**shared, "autoreset": "next_step", **options}
-        with refused(said):
-            jr.tiered(jr.uniform(**own), rows=tmp_path).init(example())
+        jr.tiered(jr.uniform(capacity=capacity, **own), rows=tmp_path).init(example())
+
+    table = {
+        "init(300)": "length: the folder has 50, this buffer 100",
+        "init(num_envs=5)": "num_envs: the folder has 3, this buffer 5",
+        "init(autoreset='same_step_no_final_obs')": """
+            autoreset: the folder has 'next_step', this buffer 'same_step_no_final_obs'""",
+    }
+    check_table(table, {"init": init})
     tier = jr.tiered(row_writer.buffer(), rows=tmp_path)
     wrong = example().replace(action=np.float64(0))
     with refused(r"action: the folder has int32\[\], this buffer float32\[\]"):

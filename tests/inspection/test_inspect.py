@@ -17,7 +17,7 @@ from tests.support.buffers import KINDS, each, everything, jitted
 from tests.support.refusals import refused
 from tests.support.replays import output_of
 from tests.support.sampling import sample
-from tests.support.steps import nth
+from tests.support.steps import begun, nth
 
 pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed")
 
@@ -46,10 +46,9 @@ def example_of(steps):
     return nth(steps, (0, 0))
 
 
-def filled(buffer, steps, **options):
+def filled(buffer, steps, *given):
     """Return a state after a block of steps."""
-    run = jr.jit(buffer)
-    return run.extend(run.init(example_of(steps)), steps, **options)
+    return begun(jr.jit(buffer), steps, *given)
 
 
 def ramp_of(length, **fields):
@@ -203,7 +202,7 @@ def test_what_is_odd_is_named(tmp_path):
             (items, jr.jit(items).init(0.0), ["the buffer is empty"]),
             (items, filled(items, odd), said_of_odd),
             (steps, filled(steps, ramp), [no_episode, equal]),
-            (flat, filled(flat, rewards, priority=rewards), [equal]),
+            (flat, filled(flat, rewards, None, rewards), [equal]),
         )
     ):
         checkpoint.save(tmp_path / str(number), replay, state)

@@ -12,7 +12,7 @@ from jaxreplay.datasets import Episode
 from tests.support.buffers import bits
 from tests.support.refusals import refused
 from tests.support.sampling import assert_same
-from tests.support.steps import nth, plain_step
+from tests.support.steps import begun, nth, plain_step
 
 OPTIONS = {"num_envs": 2, "batch_size": 8, "autoreset": "next_step"}
 ONLINE = jr.prioritized(capacity=60, **OPTIONS, beta=0)
@@ -27,10 +27,6 @@ def steps(first, num_envs=2, time=6):
     return plain_step(number + 100 * np.arange(num_envs, dtype=np.float32))
 
 
-def begun(buffer, block):
-    return jr.jit(buffer).extend(buffer.init(nth(block, (0, 0))), block)
-
-
 def rewards(replay):
     """Return the rewards of all sampleable rows, sorted."""
     batch = replay.get(np.arange(replay.buffer.capacity))
@@ -39,8 +35,8 @@ def rewards(replay):
 
 def test_it_begins_with_the_state_of_another_buffer():
     """Of one env more, without priorities."""
-    old = jr.uniform(**{"capacity": 60, **OPTIONS, "num_envs": 3})
-    state = begun(old, steps(0, 3))
+    old = uniform(num_envs=3)
+    state = begun(jr.jit(old), steps(0, 3))
     replay = jr.Replay(ONLINE, state=jax.tree.map(jax.numpy.copy, state), framework="numpy")
     expected = jr.jit(ONLINE).adopt(state)
     assert len(replay) == int(jr.jit(ONLINE).size(expected)) > 0
@@ -51,11 +47,11 @@ def test_it_begins_with_the_state_of_another_buffer():
 
 def test_merge_adds_the_rows_of_a_replay_or_a_state():
     replay, other = (jr.Replay(uniform(), framework="numpy") for _ in range(2))
-    replay.merge(begun(uniform(), steps(1000)))  # before any step
+    replay.merge(begun(jr.jit(uniform()), steps(1000)))  # before any step
     replay.add(steps(0))
     other.add(steps(20, time=4))
     replay.merge(other)
-    replay.merge(begun(jr.uniform(**{"capacity": 30, **OPTIONS, "num_envs": 1}), steps(40, 1)))
+    replay.merge(begun(jr.jit(uniform(capacity=30, num_envs=1)), steps(40, 1)))
     of = lambda first, time, num_envs=2: [
         float(first + 100 * env + t) for env in range(num_envs) for t in range(time - 1)
     ]
@@ -138,7 +134,7 @@ def mixed(**options):
 
 def test_a_mixture_is_one_replay():
     """Rows go to a member by its name; batches, priorities and figures are of all."""
-    replay = mixed(state={"demos": begun(uniform(), steps(1000))})
+    replay = mixed(state={"demos": begun(jr.jit(uniform()), steps(1000))})
     assert not replay.can_sample()
     with refused("online has 0 rows of at least 1", TimeoutError):
         replay.sample(timeout=0)
