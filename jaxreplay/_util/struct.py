@@ -73,7 +73,7 @@ class Static:
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
         dataclasses.dataclass(frozen=True, kw_only=True, repr=False)(cls)
-        type.__setattr__(cls, "__eq__", _are_equal)
+        _compare_by_identity(cls)
         of_init = inspect.signature(cls.__init__)  # `help` would show that of `__new__`
         cls.__signature__ = of_init.replace(parameters=[*of_init.parameters.values()][1:])
         jax.tree_util.register_static(cls)
@@ -122,23 +122,20 @@ def _with_given(value: Any, values: Mapping[str, Any]) -> Any:
     return tuple(_with_given(one, values) for one in value) if _parts_in(value) else value
 
 
-def _told_apart(value: Any) -> Any:
-    """Return a field's value as it is compared: functions are equal if they are one object, since
-    their own equality may leave out an array."""
-    if isinstance(value, tuple):
-        return tuple(map(_told_apart, value))
-    return id(value) if callable(value) else value
-
-
-def _are_equal(config: Static, other: Any) -> bool:
-    """Return whether two configurations are of one class, have equal fields, and got their values
-    from one call."""
-    return config is other or (
-        type(config) is type(other)
-        and config.given is other.given
-        and all(
-            _told_apart(value) == _told_apart(getattr(other, name))
-            for name, value in config._fields().items()
+def _compare_by_identity(cls: Any) -> None:
+    """Have configurations of a class equal each other only if one call gave both their values, and
+    if their functions are the same objects: equality of callables may leave out an array."""
+    of_fields = cls.__eq__
+    values = lambda config: [getattr(config, name) for name in cls.__dataclass_fields__]
+    leaves = lambda config: jax.tree.leaves(values(config), is_leaf=callable)  # also in tuples
+    functions = lambda config: [id(one) for one in leaves(config) if callable(one)]
+    cls.__eq__ = lambda self, other: (
+        self is other
+        or (
+            type(self) is type(other)
+            and self.given is other.given
+            and of_fields(self, other)
+            and functions(self) == functions(other)
         )
     )
 
