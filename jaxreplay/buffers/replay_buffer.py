@@ -374,14 +374,14 @@ class ReplayBuffer(Static, Generic[T]):
         checks.check_size(where, "batch_size", batch_size)
         self = step_checks.of_call(where, self, options) if options else self
         rows = Sampleable.of(state)
-        can_sample = self._can_sample(state, rows)
         sampler, row, probability = self.sampler.sample(state.sampler, rows, key, batch_size)
+        can_sample, reference = self._can_sample(state, rows, probability)
         # while `can_sample` is False the batch is invalid, so nothing is consumed
         if self.sampler.consumes:
             kept = lambda new, old: jnp.where(can_sample, new, old)
             sampler = jax.tree.map(kept, sampler, state.sampler)
         is_valid = can_sample & (probability > 0)
-        batch = self._read(state, row, probability, is_valid, key)
+        batch = self._read(state, row, probability, is_valid, key, reference)
         return state.replace(sampler=sampler), batch
 
     def _read(
@@ -603,11 +603,15 @@ class ReplayBuffer(Static, Generic[T]):
           state: The buffer's state.
         """
         state = check_state("can_sample", self, state)
-        return self._can_sample(state, Sampleable.of(state))
+        return self._can_sample(state, Sampleable.of(state))[0]
 
-    def _can_sample(self, state: ReplayState, rows: Sampleable) -> jax.Array:
+    def _can_sample(
+        self, state: ReplayState, rows: Sampleable, probability: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
+        """Return whether a sample is valid, bool[], and the reference of the weights of items with
+        these probabilities, as `_read` takes it."""
         given = state.sampler, rows
-        return (self.sampler.size(*given) >= self.min_size) & self.sampler.can_sample(*given)
+        return (self.sampler.size(*given) >= self.min_size) & self.sampler.can_sample(*given), None
 
     def metrics(self, state: ReplayState) -> dict[str, jax.Array]:
         """Return figures to log, inside `jit` too.

@@ -15,7 +15,7 @@ from jaxreplay._util import checks, xla
 from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay.buffers import step_checks
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
-from jaxreplay.buffers.state_checks import check_state, example_of
+from jaxreplay.buffers.state_checks import example_of
 from jaxreplay.samplers.sampler import SMALLEST
 from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.storage.state import ReplayState
@@ -23,10 +23,10 @@ from jaxreplay.types import Index, Sample, T
 
 
 class _Whole(NamedTuple):
-    """Numbers of all D shards, the same on each.
+    """Numbers of all D shards; but for `share` the same on each.
 
     Attributes:
-      share: float32[D], each shard's part of the distribution; 0 for all if nothing is sampleable.
+      share: float32[], this shard's part of the distribution; 0 if nothing is sampleable.
       reference: float32[], the probability whose weight is 1.
       can_sample: bool[].
     """
@@ -179,38 +179,36 @@ class Shard(ReplayBuffer[T]):
         state = super()._write(state, steps, mask, priority, envs)
         return state if priority is None else self._agreed(state)
 
-    def _can_sample(self, state: ReplayState, rows: Sampleable) -> jax.Array:
+    def _can_sample(
+        self, state: ReplayState, rows: Sampleable, probability: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
+        if probability is not None:
+            whole = self._whole(state, rows, probability)
+            return whole.can_sample & (whole.share > 0), whole
         size = self.sampler.size(state.sampler, rows)
         can_sample = (size > 0) & self.sampler.can_sample(state.sampler, rows)
         own = size, can_sample.astype(jnp.int32)
         size, can_sample = jax.lax.psum(own, self.axis)
-        return (size >= self.min_size) & (can_sample > 0)
+        return (size >= self.min_size) & (can_sample > 0), None
 
     def _draw(self, where, state, key, batch_size, options) -> tuple[ReplayState, Sample[T]]:
         """Sample this shard's part of a batch. All shards sample equally many items, though their
         shares of the distribution differ. So an item's weight has the factor D * share."""
-        size = self.batch_size
         if batch_size is not None:
-            size = part_of(where, "batch_size", batch_size, self.num_shards)
-        state = check_state(where, self, state)
-        self = step_checks.of_call(where, self, options)
-        key, rows = jax.random.fold_in(key, jax.lax.axis_index(self.axis)), Sampleable.of(state)
-        _, row, probability = self.sampler.sample(state.sampler, rows, key, size)
-        whole = self._whole(state, rows, probability)
-        has_share = whole.share[jax.lax.axis_index(self.axis)] > 0
-        is_valid = whole.can_sample & has_share & (probability > 0)
-        return state, self._read(state, row, probability, is_valid, key, whole)
+            batch_size = part_of(where, "batch_size", batch_size, self.num_shards)
+        key = jax.random.fold_in(key, jax.lax.axis_index(self.axis))
+        return super()._draw(where, state, key, batch_size, options)
 
     def _read(self, state, row, probability, is_valid, key, reference: Any = None) -> Sample[T]:
         """Read the items of rows of this shard, with their probabilities among those of all.
 
         Args:
-          reference: What `_whole` returned of this draw. Default: it is asked.
+          reference: What `_whole` returned of this draw. Default: it is called.
         """
         whole = reference
         if whole is None:
             whole = self._whole(state, Sampleable.of(state), jnp.where(is_valid, probability, 0))
-        share = whole.share[jax.lax.axis_index(self.axis)]
+        share = whole.share
         is_sampled = (probability > 0) & (share > 0)
         probability = jnp.where(is_sampled, jnp.maximum(probability * share, SMALLEST), 0)
         batch = super()._read(state, row, probability, is_valid, key, whole.reference)
@@ -250,7 +248,8 @@ class Shard(ReplayBuffer[T]):
         total = mass.sum()
         share = mass / jnp.where(total > 0, total, 1)
         reference = jnp.min(jnp.where(share > 0, reference * share, jnp.inf))
-        return _Whole(share, reference, (size >= self.min_size) & (total > 0))
+        own = share[jax.lax.axis_index(self.axis)]
+        return _Whole(own, reference, (size >= self.min_size) & (total > 0))
 
     def _agreed(self, state: ReplayState) -> ReplayState:
         """Give all shards the largest priority of any, which new rows get."""
