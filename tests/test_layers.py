@@ -170,7 +170,7 @@ def check_enters_few(call, most_functions, most_modules):
     assert len({file for file, _ in entered}) <= most_modules
 
 
-@pytest.mark.parametrize(("name", "most"), [("save", (102, 23)), ("restore", (120, 33))])
+@pytest.mark.parametrize(("name", "most"), [("save", (101, 24)), ("restore", (120, 34))])
 def test_a_save_and_a_restore_enter_few_functions(name, most, tmp_path):
     """The second save of a run, in the thread that calls it, and a restore by a new object."""
     checkpoint = pytest.importorskip("jaxreplay.checkpoint")

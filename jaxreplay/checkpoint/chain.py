@@ -232,10 +232,8 @@ class Chain:
         # hundreds of requests.
         if self._listed is None:
             self._listed = {name for kind in _KINDS for name in self.store.entries(kind)}
-        steps = keep() if callable(keep) else ()
-        newest = 1 if callable(keep) else keep
-        kept = self._found[:newest]
-        kept += [one for one in self._found[newest:] if one.step in steps]
+        num, steps = (1, keep()) if callable(keep) else (keep, ())
+        kept = self._found[:num] + [one for one in self._found[num:] if one.step in steps]
         kept += [] if base is None else [base]
         newest = max((manifest.folder[:10] for manifest in kept), default="")
         named = {name for manifest in kept for name in (manifest.name, *manifest.sums())}

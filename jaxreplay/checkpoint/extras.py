@@ -40,9 +40,8 @@ def specs_of(extras: Any) -> dict[str, str]:
     found = {}
     for name, leaf in named({"extras": extras}):
         own = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else _on_host(leaf)
-        found[name] = spec_text(own if hasattr(own, "dtype") else np.asarray(own))
-        if isinstance(leaf, bytes):
-            found[name] = ANY_BYTES
+        text = spec_text(own if hasattr(own, "dtype") else np.asarray(own))
+        found[name] = ANY_BYTES if isinstance(leaf, bytes) else text
     return found
 
 

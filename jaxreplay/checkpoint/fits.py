@@ -89,13 +89,11 @@ def _refuse(manifest: Manifest, buffer: Any, lines: list[str], problems: list[st
 
 
 def _differences(got: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
-    names = [
-        name for name in dict.fromkeys([*got, *expected]) if got.get(name) != expected.get(name)
-    ]
     return [
         f"{printable(name)}: stored {got.get(name, 'nothing')}, expected "
         f"{expected.get(name, 'nothing')}"
-        for name in names
+        for name in dict.fromkeys([*got, *expected])
+        if got.get(name) != expected.get(name)
     ]
 
 

@@ -18,6 +18,7 @@ from jaxreplay.checkpoint import bundle
 from jaxreplay.checkpoint.bundle import Sums
 from jaxreplay.checkpoint.files import CorruptCheckpointError
 from jaxreplay.checkpoint.rows import Picked
+from jaxreplay.inspection.contents import numbers_in_order
 from jaxreplay.storage import ring
 from jaxreplay.storage.layout import NUM_PARTS
 
@@ -106,14 +107,11 @@ class Group(NamedTuple):
         """Return the rows in the order of the arrays. Raises a CorruptCheckpointError if there are
         more than `MOST_ROWS`."""
         low, high = self.range()
-        count = high - low
-        if (num_rows := count.sum()) > MOST_ROWS:
+        if (num_rows := (high - low).sum()) > MOST_ROWS:
             raise CorruptCheckpointError(
                 f"{self.file} has {num_rows:,} rows, more than a group can have"
             )
-        before = np.cumsum(count) - count
-        env = np.repeat(np.arange(len(count)), count)
-        return Picked(env, low[env] + np.arange(len(env)) - before[env])
+        return Picked(*numbers_in_order(low, high))
 
 
 def columns_of(groups: Iterable[Group]) -> tuple[list[Save], np.ndarray]:

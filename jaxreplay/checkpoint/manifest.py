@@ -162,10 +162,6 @@ class Member(msgspec.Struct, eq=False, forbid_unknown_fields=True):
         if not is_possible.all():
             at = int(np.argmin(is_possible))
             raise CorruptCheckpointError(f"group {at} has rows that cannot exist")
-        self.check_groups()
-
-    def check_groups(self) -> None:
-        """Check that each row is in one group, and that these are in the order of their rows."""
         missing, end = int((self.end - self.first).sum()), self.end
         for group in reversed(self.groups):
             low, high = group.range()

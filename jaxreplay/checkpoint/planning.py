@@ -24,7 +24,9 @@ from jaxreplay.checkpoint.chain import whoami
 from jaxreplay.checkpoint.groups import MOST_ROWS, Group, Save, columns_of, cut
 from jaxreplay.checkpoint.manifest import MOST_NUMBERS, Manifest, Member, StoredLayout, in_member
 from jaxreplay.distributed.parts import Parts
+from jaxreplay.storage import stored_arrays
 from jaxreplay.storage.layout import NUM_PARTS, Layout
+from jaxreplay.storage.stored_arrays import HostArray
 
 _BOOKKEEPING = 64  # bytes of a row's numbers, while it is being copied or written
 # Parts of a ring that have groups of their own: while rows of one are overwritten, the rest stays.
@@ -86,7 +88,11 @@ def plan_of(
             span = rows.span_of(split.rest["counters"], layout.length)
             row_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(split.rows))
             row_bytes //= num_envs * layout.length
-            leaves = {own: spec_text(leaf, 1) for own, leaf in rows.leaves_of(split.rows)}
+            leaves = {
+                own: spec_text(leaf, 1)
+                for own, leaf in named(split.rows, is_leaf=stored_arrays.is_compound)
+                if not isinstance(leaf, HostArray)
+            }
             before = base.members.get(name) if base is not None else None
             if before is not None and before.rows != leaves:  # one is an index, without the steps
                 before = None

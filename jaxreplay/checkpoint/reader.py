@@ -127,8 +127,8 @@ class Reader:
         """
         group_of, place_of = self._table
         groups = {name: group_of[rows] for name, rows in wanted.items()}
-        numbers = np.unique([number for own in groups.values() for number in np.unique(own)])
-        numbers = [int(number) for number in numbers if number >= 0]
+        found_in = {number for own in groups.values() for number in np.unique(own).tolist()}
+        numbers = sorted(found_in - {-1})
         if numbers:  # before memory is taken, since a forged manifest may ask for any
             self._arrays_of(numbers[0])
         leaves = {name: self.leaves[name] for name in wanted}

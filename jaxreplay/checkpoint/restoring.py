@@ -28,6 +28,7 @@ from jaxreplay.checkpoint.manifest import TOKEN, Manifest, Member, in_member
 from jaxreplay.checkpoint.reader import Reader
 from jaxreplay.checkpoint.rows import Picked
 from jaxreplay.distributed.processes import Processes
+from jaxreplay.inspection.contents import numbers_in_order
 from jaxreplay.storage import adopt, ring, row_flags, stored_arrays
 from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.state import Counters, ReplayState, Rows
@@ -105,8 +106,8 @@ def restored(chain: Chain, request: RestoreRequest) -> Restored:
         while True:
             found, problems = processes.first(chain.read)  # others may delete and write meanwhile
             problems += [tried[one.folder] for one in found if one.folder in tried]
-            untried = [one for one in found if one.folder not in tried]
-            untried = [one for one in untried if request.step in (None, one.step)]
+            is_wanted = lambda one: request.step in (None, one.step)
+            untried = [one for one in found if is_wanted(one) and one.folder not in tried]
             if not untried:
                 break
             manifest, damaged = untried[0], {}
@@ -116,14 +117,13 @@ def restored(chain: Chain, request: RestoreRequest) -> Restored:
                 groups = {name: own for name, own in sums.items() if name.startswith("rows/")}
                 look = functools.partial(verifying.problems_of, store, groups)
                 damaged = processes.first(look)
-                of_each = ((one, _left(one, damaged)) for one in untried)
-                manifest, left = max(
-                    of_each,
-                    key=lambda one: sum(
-                        int((one[0].members[name].end - first).sum())
-                        for name, first in one[1].items()
-                    ),
-                )
+                lefts = [_left(one, damaged) for one in untried]
+                num_left = [
+                    sum(int((one.members[name].end - first).sum()) for name, first in own.items())
+                    for one, own in zip(untried, lefts, strict=True)
+                ]
+                at = int(np.argmax(num_left))
+                manifest, left = untried[at], lefts[at]
             try:
                 return _read(store, request, manifest, left, problems, damaged)
             except CorruptCheckpointError as error:
@@ -396,10 +396,9 @@ class Reading:
         if values.shape[:1] != (num_envs * before,) or not is_moved:
             return values
         filled = np.minimum(self.end - self._first, length)
-        env = np.repeat(np.arange(num_envs), filled)
-        number = self.end[env] - 1 - (np.arange(len(env)) - (np.cumsum(filled) - filled)[env])
+        kept = Picked(*numbers_in_order(self.end - filled, self.end))
         moved = np.full((num_envs * length, *values.shape[1:]), nothing(values), values.dtype)
-        old, new = (rows.rows_at(Picked(env, number), one) for one in (before, length))
+        old, new = (rows.rows_at(kept, one) for one in (before, length))
         moved[new] = values[old]
         return moved
 

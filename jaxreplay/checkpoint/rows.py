@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 from jaxreplay._util import pow2
-from jaxreplay._util.names import named
 from jaxreplay._util.signals import defer_interrupts
 from jaxreplay.buffers.adopt import stored
 from jaxreplay.checkpoint.bundle import Piece
@@ -34,12 +33,6 @@ class Picked(NamedTuple):
 
     env: np.ndarray
     number: np.ndarray
-
-
-def leaves_of(stored: Any) -> list[tuple[str, Any]]:
-    """Return the leaves of rows by name, without those that lie on the host."""
-    leaves = named(stored, is_leaf=stored_arrays.is_compound)
-    return [(name, leaf) for name, leaf in leaves if jax.tree.leaves(leaf)]
 
 
 def span_of(counters: dict[str, Any], length: int) -> Span:

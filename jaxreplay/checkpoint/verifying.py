@@ -44,14 +44,11 @@ def verified(store: Files, bar: Callable[..., Any]) -> list[Verified]:
     chain = Chain(store)
     while True:
         manifests, unreadable = chain.read()
-        files = {one.folder: one.sums() for one in manifests}
-        every = {name: sums for own in files.values() for name, sums in own.items()}
+        every = {name: sums for one in manifests for name, sums in one.sums().items()}
         with bar(desc="verify", total=len(every), unit="file") as told:
             wrong = problems_of(store, every, told.update)
         found = {
-            one.folder: Verified(
-                one.step, [wrong[name] for name in files[one.folder] if name in wrong]
-            )
+            one.folder: Verified(one.step, [wrong[name] for name in one.sums() if name in wrong])
             for one in manifests
         }
         # leave out checkpoints that a run has deleted meanwhile

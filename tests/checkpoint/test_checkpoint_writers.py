@@ -215,21 +215,18 @@ def test_a_collection_leaves_what_may_still_count(where):
 REPLACED = "was deleted, or replaced, while it was written to"
 
 
-def test_a_path_that_is_deleted_meanwhile_is_not_said_to_be_saved(tmp_path):
-    checkpointer = Checkpointer(tmp_path, BUFFER)
-    save_run(checkpointer, 4)
-    for path in (tmp_path / "rest", tmp_path):
-        check_is_told(checkpointer, functools.partial(shutil.rmtree, path), OSError, REPLACED)
-        assert checkpointer.all_steps() == [4] * (path != tmp_path)
-
-
-def test_a_path_that_is_replaced_by_a_copy_of_itself_is_not_said_to_be_saved(tmp_path):
+def test_a_path_that_is_deleted_or_replaced_meanwhile_is_not_said_to_be_saved(tmp_path):
+    """A part of it, then all, which a copy of itself replaces."""
     path, copy = tmp_path / "run", tmp_path / "copy"
     checkpointer = Checkpointer(path, BUFFER)
     save_run(checkpointer, 4)
     shutil.copytree(path, copy)
-    replace = lambda: (path.rename(tmp_path / "old"), copy.rename(path))
-    check_is_told(checkpointer, replace, OSError, REPLACED)
+    check_fails = lambda act: check_is_told(checkpointer, act, OSError, REPLACED)
+    check_fails(lambda: shutil.rmtree(path / "rest"))
+    assert checkpointer.all_steps() == [4]
+    check_fails(lambda: shutil.rmtree(path))
+    assert checkpointer.all_steps() == []
+    check_fails(lambda: (path.rename(tmp_path / "old"), copy.rename(path)))
     assert checkpointer.all_steps() == [4]
     save_run(checkpointer, 6)
     check_intact(checkpointer.verify())

@@ -12,7 +12,7 @@ import pytest
 import jaxreplay as jr
 from jaxreplay import checkpoint
 from jaxreplay.checkpoint import Checkpointer
-from tests.checkpoint.runs import BUFFER, EXAMPLE, check, files_of, state_of
+from tests.checkpoint.runs import BUFFER, EXAMPLE, check, files_of, replay_of, state_of
 from tests.support.buffers import bits
 from tests.support.checkpointed_run import added, begun, items, step
 from tests.support.refusals import refused
@@ -145,13 +145,8 @@ def test_a_mixture_is_one_checkpoint(tmp_path):
 # What a `Replay` saves.
 
 
-def replay_of():
-    example = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), EXAMPLE)
-    return jr.Replay(BUFFER, example=example, framework="numpy")
-
-
 def test_a_replay_saves_steps_and_extras(tmp_path):
-    replay, other = replay_of(), replay_of()
+    replay, other = replay_of(0), replay_of(0)
     for t in range(6):
         replay.add(step(t, 4))
         replay.save(tmp_path, step=10 * t, extras={"w": np.full(3, t)}, max_to_keep=3)
@@ -170,11 +165,11 @@ def test_a_replay_saves_steps_and_extras(tmp_path):
 
 def test_a_replay_never_overwrites_what_others_saved_since_its_load(tmp_path):
     """It overwrites what an earlier run left, if it has loaded nothing."""
-    one, other = replay_of(), replay_of()
+    one, other = replay_of(0), replay_of(0)
     for replay in (one, other):
         replay.add(step(0, 4))
         replay.save(tmp_path)
-    third = replay_of()
+    third = replay_of(0)
     third.load(tmp_path)
     other.save(tmp_path)
     for replay in (one, third):
@@ -185,7 +180,7 @@ def test_a_replay_never_overwrites_what_others_saved_since_its_load(tmp_path):
 def test_tensors_are_extras(tmp_path):
     torch = pytest.importorskip("torch", reason="the torch extra is not installed")
     model, other = (torch.nn.Linear(3, 2) for _ in range(2))
-    replay = replay_of()
+    replay = replay_of(0)
     replay.add(step(0, 4))
     replay.save(tmp_path, extras=model.state_dict())
     other.load_state_dict(replay.load(tmp_path, extras=other.state_dict()))
