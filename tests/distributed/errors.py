@@ -102,7 +102,7 @@ def main(num, which, folder, num_meshes):
 
     one = Checkpointer(folder / "run", buffer, chunk_bytes=2000)
     one.save(state, 20)
-    assert len(one._base.members[""].groups.saves) == 1
+    assert len(one._base.members[""].saves) == 1
     before = pointers(state)
     state = added(state, 20, 1)  # in place
     assert pointers(state) == before

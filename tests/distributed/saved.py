@@ -108,9 +108,9 @@ def test_rows_of_each_env_are_there_once(axis, tmp_path):
     got = checkpointer.restore(EXAMPLE)
     assert bits(got.rows.steps) == bits(state.rows.steps)
     checkpointer.save(got, 2)  # writes no row again
-    assert checkpointer._base.members[""].groups.saves[0].folder.startswith("0000000001")
+    assert checkpointer._base.members[""].saves[0].folder.startswith("0000000001")
     checkpointer.save(jitted(sharded, "add")(got, step(40, 8)), 3)
-    assert len(checkpointer._base.members[""].groups.saves) > 1
+    assert len(checkpointer._base.members[""].saves) > 1
     for number, end in ((2, 40), (3, 41)):
         found = numbers(buffer, checkpoint.restore(tmp_path, buffer, EXAMPLE, step=number))
         assert found == expected(buffer, end)
