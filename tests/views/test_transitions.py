@@ -1,5 +1,5 @@
-"""Transitions by hand, and what a call may change of them. `storage/test_oracle_streams.py` has
-those of random streams."""
+"""Dtypes and discounts of transitions, and what a call may change of them.
+`storage/test_oracle_streams.py` has those of random streams."""
 
 import functools
 
