@@ -12,7 +12,7 @@ import pytest
 from jaxreplay import datasets
 from jaxreplay.datasets import arrays
 from tests.conftest import ALL
-from tests.support.refusals import refused
+from tests.support.refusals import check_table, refused
 from tests.test_dataset_files import FORMS, buffer, transitions
 
 pyarrow, parquet, av, image = (
@@ -276,16 +276,17 @@ def test_depths_in_videos_of_lerobot_are_numbers(tmp_path):
         quantized = {"info": {"is_depth_map": True} | dict(zip(keys, values, strict=True))}
         check("gray12le", numbers, quantized, depths)
     some = {"info": {"is_depth_map": True, "video.use_log": False}}
-    for form, info, message in (
-        ("gray16le", quantized, "depths are quantized to 12 bits by .*gray16le"),
-        ("gray12le", some, "depths are quantized .*info.json {'is_depth_map'"),
-        ("yuv420p", depth, ".*file-000.mp4 has a depth map in the form yuv420p"),
-        ("yuv420p10le", {}, ".*file-000.mp4 has frames in the form yuv420p10le"),
-        ("gbrp12le", {}, ".* has frames in the form gbrp12le; expected gray or"),
-        ("bgra", {}, ".*has frames in the form bgra; .*-pix_fmt yuv420p, or"),
-    ):
-        with refused(f"observation.video: {message}"):
-            check(form, [0, 1, 2], info)
+    bad = {
+        "check('gray16le', three, quantized)": "depths are quantized to 12 bits by\ngray16le",
+        "check('gray12le', three, some)": "depths are quantized\ninfo.json {'is_depth_map'",
+        "check('yuv420p', three, depth)": "file-000.mp4 has a depth map in the form yuv420p",
+        "check('yuv420p10le', three, {})": "file-000.mp4 has frames in the form yuv420p10le",
+        "check('gbrp12le', three, {})": "has frames in the form gbrp12le; expected gray or",
+        "check('bgra', three, {})": "has frames in the form bgra;\n-pix_fmt yuv420p, or",
+    }
+    bad = {typed: f"observation.video:\n{said}" for typed, said in bad.items()}
+    names = {"check": check, "depth": depth, "quantized": quantized, "some": some}
+    check_table(bad, names | {"three": [0, 1, 2]})
 
 
 def test_tasks_of_lerobot_are_found_by_their_numbers(tmp_path):
@@ -369,16 +370,16 @@ def test_images_of_parquet(tmp_path, monkeypatch):
     sides = struct.pack(">IIBBBBB", 5, 4, 16, 2, 0, 0, 0)  # colors of 16 bits
     parts = (b"IHDR", sides), (b"IDAT", zlib.compress(bytes(4 * 31))), (b"IEND", b"")
     deep = b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
-    for one, message in (
-        (cell(deep), "an image of more than 8 bits a color, RGB;16B"),
-        (cell(None, "images/1.png"), "No such file or directory: .*images/1.png"),
-        (cell(None, "../0.png"), "0.png is not below "),
-        (cell(None, "/etc/0.png"), "/etc/0.png is not below "),
-        (cell(None), "it has rows without an image"),
-        (None, "it has rows without an image"),
-    ):
-        with refused(message, (ValueError, OSError)):
-            read(one, cell(encoded(blue)))
+    bad = {
+        "read(cell(deep), whole)": "an image of more than 8 bits a color, RGB;16B",
+        "read(cell(None, 'images/1.png'), whole)": "No such file or directory:\nimages/1.png",
+        "read(cell(None, '../0.png'), whole)": "0.png is not below ",
+        "read(cell(None, '/etc/0.png'), whole)": "/etc/0.png is not below ",
+        "read(cell(None), whole)": "it has rows without an image",
+        "read(None, whole)": "it has rows without an image",
+    }
+    names = {"read": read, "cell": cell, "deep": deep, "whole": cell(encoded(blue))}
+    check_table(bad, names, (ValueError, OSError))
     monkeypatch.setattr(image, "MAX_IMAGE_PIXELS", 15)  # beyond it Pillow warns, at twice it raises
     with refused(r"Image size .20 pixels. exceeds limit", Warning):
         read(cell(encoded(blue)))
