@@ -9,6 +9,7 @@ import pytest
 import jaxreplay as jr
 from tests.conftest import ALL
 from tests.samplers.test_laws import check as check_law
+from tests.support.sampling import assert_same
 from tests.support.steps import nth
 
 NAN, INF = float("nan"), float("inf")
@@ -42,7 +43,7 @@ def check_parents(tree, state, total, leaves):
 @jax.jit
 def write_all(tree, ranges, unique, others):
     """Write by each method in turn. Return the state and its total after each write, and after a
-    last one to all leaves."""
+    last one to all leaves; and all sums of a tree to which the same leaves are written at once."""
 
     def seen(state):
         return state, tree.total(state)
@@ -54,8 +55,10 @@ def write_all(tree, ranges, unique, others):
         return third, [seen(state) for state in (first, second, third)]
 
     state, found = jax.lax.scan(step, tree.init(), (ranges, unique, others))
-    ones = jnp.ones(tree.capacity)
-    return found, seen(tree.set_range(state, jnp.int32(tree.capacity // 2), ones, ones > 0))
+    ones, leaves = jnp.ones(tree.capacity), state.sums[0][: tree.capacity]
+    at_once = tree.set_range(tree.init(), jnp.int32(0), leaves, ones > 0)
+    last = tree.set_range(state, jnp.int32(tree.capacity // 2), ones, ones > 0)
+    return found, seen(last), at_once.sums
 
 
 @pytest.mark.parametrize(("form", "capacity"), SHAPES)
@@ -72,7 +75,7 @@ def test_writes_leave_exact_parents_ignore_bad_masses_and_keep_the_largest_of_du
     special = r.choice(np.float32([NAN, INF, -INF, -1, 0]), index.shape)
     others = index, np.where(mass(12) < 0.6, mass(12), special)
     writes = ranges, unique, others
-    found, last = jax.device_get(write_all(tree, *writes))
+    found, last, at_once = jax.device_get(write_all(tree, *writes))
     leaves = np.zeros(capacity, np.float32)
     for step in range(steps):
         ((start, new, where), (rows, values), (index, masses)), states = nth((writes, found), step)
@@ -85,6 +88,7 @@ def test_writes_leave_exact_parents_ignore_bad_masses_and_keep_the_largest_of_du
             leaves[leaf] = masses[is_good & (index == leaf)].max()
         check_parents(tree, *states[2], leaves)
     check_parents(tree, *last, np.ones(capacity, np.float32))
+    assert_same(states[2][0].sums, at_once)  # no history: rounding errors do not add up
 
 
 NUM_LEAVES, NUM_TARGETS = 777, 10_000
