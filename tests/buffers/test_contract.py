@@ -139,6 +139,9 @@ def test_weights_are_those_that_the_probabilities_give(case):
     """Weights follow from the probabilities of all rows, for the sampler's beta and for the traced
     betas of a population."""
     found, sampler = found_of(case), case.replay().sampler
+    if sampler.has_priorities:
+        found = found_of(case, found["update"])  # rows of several priorities
+        assert len({*found["draw"].probability.tolist()}) > 1
     rows, batch = found["get"], found["draw"]
     probability = rows.probability.astype(np.float64)
     if not sampler.has_priorities:
