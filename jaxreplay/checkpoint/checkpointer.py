@@ -354,9 +354,9 @@ class Checkpointer:
           RuntimeError: The process was forked.
         """
         check_not_forked("this Checkpointer", self._pid)
-        why = next((x.why_no_sharding for x in self._savers.values() if x.why_no_sharding), None)
-        if why is not None and sharding is not None:
-            raise ValueError(f"restore: {why}; leave out sharding")
+        for saver in self._savers.values():
+            if sharding is not None and saver.why_no_sharding:
+                raise ValueError(f"restore: {saver.why_no_sharding}; leave out sharding")
         examples = dict.fromkeys(self._savers, example)
         if "" not in examples and isinstance(example, dict) and {*example} == {*examples}:
             examples = example

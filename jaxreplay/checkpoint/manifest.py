@@ -234,10 +234,7 @@ class Manifest(msgspec.Struct, eq=False, forbid_unknown_fields=True, kw_only=Tru
 
     def sums(self) -> dict[str, Sums]:
         """Return the checksums of the checkpoint's files, but the manifest, by name."""
-        rest = {
-            bundle.file_name("rest", self.folder, number, self.is_compressed): sums
-            for number, sums in enumerate(self.files)
-        }
+        rest = {name: one for one, (name, _) in zip(self.files, self.rest_files(), strict=False)}
         groups = (group for own in self.members.values() for group in own.groups)
         return rest | {group.file: group.sums for group in groups if group.sums is not None}
 

@@ -60,10 +60,9 @@ class Opened(Tiered):
         member: str,
         cache_bytes: int,
     ):
-        self._saved, self._manifest = saved, manifest
-        self._name, own = member, manifest.members[member]
+        self._files, own = CheckpointFiles(saved, manifest), manifest.members[member]
         of_rows = example_of("open", manifest, member)
-        self._member, self._cache_bytes = own, cache_bytes
+        self._name, self._member, self._cache_bytes = member, own, cache_bytes
         self.read_only = (
             f"the rows of {saved.name} are opened to be read; Replay.load copies them, for all else"
         )
@@ -98,11 +97,11 @@ class Opened(Tiered):
           ValueError: The checkpoint has other leaves than the example, shapes or dtypes.
           CorruptCheckpointError: A file is missing or damaged; the error names it.
         """
-        manifest, name = self._manifest, self._name
-        check_fits(manifest, self.buffer, {name: self.buffer}, {name: example}, {}, [])
-        reading = Reading(CheckpointFiles(self._saved, manifest), name, self._member.first)
+        files, name = self._files, self._name
+        check_fits(files.manifest, self.buffer, {name: self.buffer}, {name: example}, {}, [])
+        reading = Reading(files, name, self._member.first)
         state, every = self.index.init(example), np.arange(self.buffer.capacity)
-        store = SavedRows(Reader(self._saved, self._member, self._cache_bytes))
+        store = SavedRows(Reader(files.store, self._member, self._cache_bytes))
         self._store = store
         steps, flags = state.rows.steps, None
         if self.buffer.autoreset is not None:

@@ -190,8 +190,10 @@ def _read(
         for name, saver in request.savers.items():
             reading = Reading(files, name, left.get(name))
             states[name] = saver.restored(request.examples[name], reading, request.sharding)
-        extras = extras_of.extras_like(request.extras, files.arrays([*wanted]).__getitem__)
-        beside = files.arrays([name for name in manifest.rest if name.startswith(extras_of.BESIDE)])
+        names = [name for name in manifest.rest if name.startswith(extras_of.BESIDE)]
+        found = files.arrays([*wanted, *names])
+        extras = extras_of.extras_like(request.extras, found.__getitem__)
+        beside = {name.removeprefix(extras_of.BESIDE): found[name] for name in names}
     lost = [
         MissingRows(env, int(member.first[env]), int(left[name][env]) - 1, name)
         for name, member in manifest.members.items()
@@ -209,7 +211,6 @@ def _read(
     if problems:
         what = f"restore: step {manifest.step} was restored; this is damaged:"
         warnings.warn("\n  ".join([what, *problems]), stacklevel=4)
-    beside = {name.removeprefix(extras_of.BESIDE): leaf for name, leaf in beside.items()}
     return Restored(states, extras, beside, manifest, lost)
 
 
