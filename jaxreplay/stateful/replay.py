@@ -480,12 +480,14 @@ class Replay:
             constant to TD errors.
 
         Raises:
-          ValueError: The sampler has no priorities, or an argument has another shape.
+          ValueError: Nothing was added yet, the sampler has no priorities, or an argument has
+            another shape.
           RuntimeError: The replay is closed, or its rows were lost.
         """
         priority = owned("update_priorities: priority", priority)
         with self._monitor:
             self._check_open()
+            self._owner.check_begun("update_priorities")
             given = self._owner.put((_index_of(index), priority))
             self._changing(self._owner.change, method("update_priorities"), *given)
             self._monitor.notify_all()
@@ -507,7 +509,6 @@ class Replay:
         values = host_arrays.owned_tree("write", values)
         with self._monitor:
             self._check_open()
-            owner.check_begun("write")
             given = owner.put((_index_of(index), values))
             self._change(owner, "write", *given)
             self._monitor.notify_all()
@@ -530,7 +531,6 @@ class Replay:
         owner = self._owner_of("map_rows", member)
         with self._monitor:
             self._check_open()
-            owner.check_begun("map_rows")
             self._change(owner, "map_rows", function, *owner.put(arguments), block=block)
 
     def get(self, index: Any, *, member: str | None = None) -> Sample:
@@ -876,6 +876,7 @@ class Replay:
 
     def _change(self, owner: StateOwner, name: str, *given: Any, **options: Any) -> None:
         """Call a method of the buffer that changes an owner's state."""
+        owner.check_begun(name)
         self._changing(owner.change, owner.place.method(name), *given, **options)
 
     def _change_rows(self, owner: StateOwner, name: str, *given: Any) -> bool:

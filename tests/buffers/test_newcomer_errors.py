@@ -172,6 +172,9 @@ MAKING = {
     # A replay without rows.
     "jr.Replay(uniform).save('folder')": "save: nothing was added yet",
     "jr.Replay(uniform).get([0])": "get: nothing was added yet",
+    "jr.Replay(uniform).write({'row': [0], 'lap': [0]}, {})": "write: nothing was added yet",
+    "jr.Replay(uniform).update_priorities({'row': [0], 'lap': [0]}, [1.0])": """
+        update_priorities: nothing was added yet""",
     "jr.Replay(uniform, framework='tf')": "Replay: framework must be one of",
     # Several agents.
     "jr.uniform(**SIZES, **NEXT, num_agents=0)": "num_agents must be an int of at least 1",
