@@ -1,6 +1,7 @@
 """Random histories of all operations. One program runs a whole history on a buffer, alone or beside
 others under `vmap`, and an oracle of lists goes through it afterwards. At its end, all that is
-known of the rows is derived from them again, and must be the same.
+known of the rows is derived from them again, and must be the same. In `make test-all` the sampler's
+state is made of its numbers again, too, and must say the same.
 
 A configuration is hashable, and has the fields and methods of `Config` in
 `storage/test_oracle_streams.py`.
@@ -13,9 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxreplay.buffers.adopt import numbers_of
 from jaxreplay.storage import adopt, row_flags
 from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.types import Index
+from tests.conftest import ALL
 from tests.support.sampling import assert_same
 from tests.support.steps import nth, stacked
 
@@ -179,6 +182,17 @@ def known(state):
     return of_rows | {name: getattr(state.counters, name) for name in layout.counter_names}
 
 
+def sampled(buffer, state):
+    """Return what a state's sampler says of each sampleable row, and of all."""
+    rows, row = Sampleable.of(state), jnp.arange(buffer.capacity)
+    probability = buffer.sampler.probability(state.sampler, rows, row)
+    return {
+        "probability": jnp.where(rows.contains(row), probability, 0),
+        "size": buffer.sampler.size(state.sampler, rows),
+        "metrics": buffer.sampler.metrics(state.sampler, rows),
+    }
+
+
 def arrays_of(config, history):
     """Return a history as arrays."""
     num_envs, shape = config.num_envs, (LENGTH, BLOCK, config.num_envs)
@@ -277,7 +291,11 @@ def _program(config):
         shape = RECENT, buffer.batch_size
         indices = Index(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.uint32))
         (state, *_), observed = jax.lax.scan(go, (state, state.sampler, indices), arrays)
-        state = state.replace(sampler=None)
-        return observed, known(state), known(adopt.derived(state, state.layout))
+        again = adopt.derived(state.replace(sampler=None), state.layout)
+        if not ALL:
+            return observed, known(state), known(again)
+        sampler = buffer.sampler._from_labelled(Sampleable.of(again), numbers_of(state))
+        again = again.replace(sampler=sampler)
+        return observed, *(known(one) | sampled(buffer, one) for one in (state, again))
 
     return jax.jit(jax.vmap(run) if config.is_population else run)
