@@ -237,8 +237,11 @@ class Runs(stateful.RuleBasedStateMachine):
         if how != "delete":
             file.write_bytes(new)
         newest, name = max(self.saved), str(file.relative_to(self.path))
-        # a checkpoint without its manifest looks like a save that was killed
-        is_unseen = how == "delete" and file.parent.name == "manifests"
+        # a checkpoint without its manifest looks like a save that was killed; one whose manifest is
+        # damaged is told of, also where a newer one is restored
+        is_damaged = how == "delete" or new != content
+        is_manifest = file.parent.name == "manifests" and is_damaged
+        is_unseen = how == "delete" and is_manifest
         with warnings.catch_warnings(record=True, action="always") as caught:
             try:
                 step, _ = self.check()
@@ -248,7 +251,7 @@ class Runs(stateful.RuleBasedStateMachine):
                 self.outcomes["refused"] += 1
             else:
                 is_told = any(name in str(one.message) for one in caught)
-                assert is_told == (step != newest and not is_unseen)
+                assert is_told == ((step != newest or is_manifest) and not is_unseen)
                 self.outcomes["older" if step != newest else "newest"] += 1
         file.write_bytes(content)
 
