@@ -123,13 +123,17 @@ class Joined(Sampler):
     def size(self, state: PyTree, sampleable: Sampleable) -> jax.Array:
         """Return the number of rows that a part can sample, of the part with the most: 0 if no part
         gives items."""
-        sizes = jnp.stack([*self._ask("size", state, sampleable).values()])
-        can_sample = jnp.stack([*self._ask("can_sample", state, sampleable).values()])
-        return jnp.where(can_sample, sizes, 0).max(where=self._gives(), initial=0)
+        asked = (self._ask(name, state, sampleable).values() for name in ("size", "can_sample"))
+        # one by one: a stack of them is a kernel of its own on a GPU
+        sizes = [
+            jnp.where(gives & can_sample, size, 0)
+            for gives, size, can_sample in zip(self._gives(), *asked, strict=True)
+        ]
+        return functools.reduce(jnp.maximum, sizes)
 
     def _gives(self) -> Any:
         """Return which parts may give items to a batch: bool[M]."""
-        return True
+        return [True] * len(self.parts)
 
     def update(
         self, state: PyTree, sampleable: Sampleable, index: Index, priority: jax.Array
