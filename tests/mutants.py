@@ -24,7 +24,7 @@ ORACLE = "storage/test_oracle_streams.py"
 TESTS = {
     "storage/writes.py": f"{ORACLE} buffers/test_contract.py storage/test_newest_row.py "
     "checkpoint/test_checkpoint.py::test_each_write_leaves_a_stamp_of_its_own",
-    "storage/adopt.py": "buffers/test_adopt.py checkpoint/test_changed_buffer.py",
+    "storage/relayout.py": "buffers/test_adopt.py checkpoint/test_changed_buffer.py",
     "storage/sampleable.py": f"{ORACLE} samplers/test_uniform.py buffers/test_contract.py",
     "buffers/replay_buffer.py": f"{ORACLE} buffers/test_contract.py buffers/test_state_check.py "
     "buffers/test_errors.py buffers/test_newcomer_errors.py samplers/test_queue.py",

@@ -102,8 +102,8 @@ MUTATIONS = (
     (
         "a parent drifts from the sum of its children",
         "samplers/sum_tree.py",
-        'sums[level] = at.set(new, mode="promise_in_bounds")',
-        'sums[level] = at.max(new, mode="promise_in_bounds")',
+        'sums[array] = there.set(new, mode="promise_in_bounds")',
+        'sums[array] = there.max(new, mode="promise_in_bounds")',
         "samplers/test_sum_tree.py",
     ),
     (
@@ -171,7 +171,7 @@ MUTATIONS = (
     ),
     (
         "a window reaches into a stream that went round",
-        "storage/adopt.py",
+        "storage/relayout.py",
         "opens = oldest & follows &",
         "opens = oldest & ~follows &",
         "buffers/test_adopt.py",
@@ -509,14 +509,14 @@ MUTATIONS = (
     ),
     (
         "other candidates have the numbers of earlier ones",
-        "storage/adopt.py",
+        "storage/relayout.py",
         "count if is_same else 0",
         "count",
         "buffers/test_adopt.py",
     ),
     (
         "a merge deals streams to the envs in order, not to the emptiest",
-        "storage/adopt.py",
+        "storage/relayout.py",
         "order = jnp.argsort(state.counters.filled, stable=True).astype(jnp.int32)",
         "order = jnp.arange(layout.num_envs, dtype=jnp.int32)",
         "buffers/test_adopt.py test_dataset_files.py",

@@ -232,14 +232,14 @@ class Actor:
         if (key := self._setup.version_key) is None:
             return step
         is_step = isinstance(step, Step)
-        others = step.extras if is_step else step
-        others = {} if others is None else others
-        if not isinstance(others, dict):
+        entries = step.extras if is_step else step
+        entries = {} if entries is None else entries
+        if not isinstance(entries, dict):
             raise ValueError(
                 f"{where}: version_key={key!r} needs {'extras' if is_step else 'an item'} that are "
-                f"a dict, got {kind_of(others)}"
+                f"a dict, got {kind_of(entries)}"
             )
-        stamped = {**others, key: version}
+        stamped = {**entries, key: version}
         return step.replace(extras=stamped) if is_step else stamped
 
     def _per_env(self, name: str, given: Any, kind: type) -> Any:

@@ -221,7 +221,7 @@ def arrived(simple_queue: Any, seconds: float) -> list[Any]:
     return found
 
 
-def places_of(saved: Any) -> dict[str, dict[str, Any]]:
+def saved_actors(saved: Any) -> dict[str, dict[str, Any]]:
     """Return what a checkpoint says of actors, by their replay's member; {} if it is damaged."""
     try:
         return {

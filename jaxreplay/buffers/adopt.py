@@ -10,7 +10,7 @@ from jaxreplay._util.names import kind_of
 from jaxreplay.buffers.state_checks import agents_problem, as_arrays, check_not_deleted, example_of
 from jaxreplay.samplers import Sampler
 from jaxreplay.samplers.sampler import plus
-from jaxreplay.storage import adopt, newest_row, row_flags, stored_arrays
+from jaxreplay.storage import newest_row, relayout, row_flags, stored_arrays
 from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.storage.state import ReplayState
@@ -42,26 +42,26 @@ def rebuilt(
         state, _ = newest_row.close(state, owes)
     is_aligned = layout.lockstep and not before.lockstep
     if before.num_envs == layout.num_envs and not (is_aligned and layout.autoreset is None):
-        state, source = adopt.moved(layout, state)
+        state, source = relayout.moved(layout, state)
         if source is not None:
-            place = lambda values: adopt.rows_from(values, source, nothing(values))
+            place = lambda values: relayout.rows_from(values, source, nothing(values))
             numbers = _placed(numbers, before, place)
         is_derived = source is None and state.rows.candidate_number is not None
         is_same = (before.window, before.has_table) == (layout.window, layout.has_table)
         if not (is_derived and is_same):
-            state = adopt.derived(state, before if is_intact else None)
+            state = relayout.derived(state, before if is_intact else None)
     else:
         empty = ReplayState.empty(layout, example_of(before, state.rows.steps), None)
-        state, row = adopt.appended(empty, state)
+        state, row = relayout.appended(empty, state)
         numbers = _placed(numbers, before, lambda values: _scattered(layout, row, values))
-        state = adopt.derived(state, None)
+        state = relayout.derived(state, None)
     sampler = buffer.sampler._from_labelled(Sampleable.of(state), numbers)
     return state.replace(sampler=sampler)
 
 
 def merged(buffer: Any, state: ReplayState, other: ReplayState) -> tuple[ReplayState, jax.Array]:
     """Return a buffer's state with the rows of another state appended, and the new row of each of
-    these, as `adopt.appended` does. The first is donated."""
+    these, as `relayout.appended` does. The first is donated."""
     other = check_adopted("merge", buffer, other)
     layout, before = state.layout, other.layout
     row_of = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
@@ -74,7 +74,7 @@ def merged(buffer: Any, state: ReplayState, other: ReplayState) -> tuple[ReplayS
     if layout.sampler is not None and before.sampler != layout.sampler:
         sampleable, sampler = Sampleable.of(other), buffer.sampler
         its = sampler._labelled(sampler._from_labelled(sampleable, its), sampleable)
-    state, row = adopt.appended(state, other)
+    state, row = relayout.appended(state, other)
     counts = set() if layout.sampler is None else layout.sampler._all_counts()
     for name, values in numbers.items():
         if values.shape[:1] == (layout.capacity,):
@@ -84,7 +84,7 @@ def merged(buffer: Any, state: ReplayState, other: ReplayState) -> tuple[ReplayS
             numbers[name] = plus(values, its.get(name, jnp.zeros_like(values)))
         elif not values.ndim and jnp.issubdtype(values.dtype, jnp.floating):
             numbers[name] = jnp.maximum(values, its.get(name, values))
-    state = adopt.derived(state, None)
+    state = relayout.derived(state, None)
     sampler = buffer.sampler._from_labelled(Sampleable.of(state), numbers)
     return state.replace(sampler=sampler), row
 

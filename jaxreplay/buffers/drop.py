@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from jaxreplay.buffers import step_checks
 from jaxreplay.buffers.adopt import numbers_of
-from jaxreplay.storage import adopt, newest_row, ring, row_flags
+from jaxreplay.storage import newest_row, relayout, ring, row_flags
 from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.storage.state import ReplayState, at
 
@@ -47,7 +47,7 @@ def dropped(buffer: Any, state: ReplayState, mask: Any) -> ReplayState:
     end = counters.num_candidates + jnp.uint32(layout.length)
     counters = counters.set(last_flags=last_flags, num_candidates=end)
     state = state.replace(rows=state.rows.replace(flags=flags), counters=counters)
-    state = adopt.derived(state, layout)
+    state = relayout.derived(state, layout)
     for name in numbers:
         if name.endswith("jaxreplay/Queue:num_waiting"):  # it would count dropped rows as lost
             numbers[name] *= 0

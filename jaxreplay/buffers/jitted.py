@@ -18,7 +18,7 @@ from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import check_not_deleted
 from jaxreplay.buffers.verbs import VERBS, Verb
 from jaxreplay.samplers import Sampler
-from jaxreplay.storage.adopt import stays
+from jaxreplay.storage.relayout import stays
 from jaxreplay.storage.state import ReplayState
 
 B = TypeVar("B")  # the type of a buffer

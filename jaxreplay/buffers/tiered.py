@@ -1168,9 +1168,9 @@ def tiered(
       rows: Where the rows lie: "host", in its memory; or the path of a folder on a disk of this
         machine, such as "/data/run7", where they stay when the process ends; or a class of your
         own, as `jaxreplay.buffers.RowStore`. Default: "host".
-      continue_streams: If True, the unfinished episodes of a folder continue with the next step, so
-        the envs must be where they were at the last one. Default: False; they end when the folder
-        is opened, since new envs begin new episodes.
+      continue_streams: With rows in files. If True, the unfinished episodes of the folder continue
+        with the next step, so the envs must be where they were at the last one. Default: False;
+        they end when the folder is opened, since new envs begin new episodes.
 
     Returns:
       A `jaxreplay.buffers.Tiered`.

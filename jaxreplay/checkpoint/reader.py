@@ -30,7 +30,7 @@ class Reader:
     """
 
     def __init__(self, store: Files, member: Member, cache_bytes: int = 0):
-        self._store, self._member, self._most = store, member, cache_bytes
+        self._store, self._member, self._cache_bytes = store, member, cache_bytes
         self.groups = member.groups
         self.leaves = {leaf.name: leaf for leaf in member.leaves}
         self._count = member.end - member.first
@@ -38,7 +38,7 @@ class Reader:
         # arrays of groups, by their numbers: mapped ones, and read ones, the latest last
         self._maps: dict[int, dict[str, np.ndarray]] = {}
         self._kept: dict[int, dict[str, np.ndarray]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of `_maps` and `_kept`
 
     def read(self, group: Group, memory: Memory | None) -> dict[str, np.ndarray]:
         """Read a group of K rows: `[K, ...]` each, by array.
@@ -153,7 +153,7 @@ class Reader:
             found = held.pop(number, None) or self.read(group, None)
             held[number] = found
             size = sum(values.nbytes for values in found.values())
-            while len(self._kept) > max(self._most // max(size, 1), 1):
+            while len(self._kept) > max(self._cache_bytes // max(size, 1), 1):
                 del self._kept[next(iter(self._kept))]
             return found
 

@@ -29,7 +29,7 @@ from jaxreplay.checkpoint.reader import Reader
 from jaxreplay.checkpoint.rows import Picked
 from jaxreplay.distributed.processes import Processes
 from jaxreplay.inspection.contents import numbers_in_order
-from jaxreplay.storage import adopt, ring, row_flags, stored_arrays
+from jaxreplay.storage import relayout, ring, row_flags, stored_arrays
 from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.state import Counters, ReplayState, Rows
 
@@ -304,7 +304,7 @@ class Reading:
             return jax.device_put(state, sharding) if sharding else state
         with defer_interrupts():
             layout = self.layout_for(buffer)
-            is_there = adopt.stays(layout, buffer.layout())
+            is_there = relayout.stays(layout, buffer.layout())
             make = functools.partial(buffer.init, example)
             if not is_there:  # the example of one env's step may be a mapping
                 example = example_of(layout, jax.eval_shape(make).rows.steps)
@@ -329,7 +329,7 @@ class Reading:
             allow_write=has("num_ignored_writes"),
         )
         longer = dataclasses.replace(layout, length=own.length)
-        return longer if adopt.stays(longer, own) else layout
+        return longer if relayout.stays(longer, own) else layout
 
     def put_together(
         self,
@@ -350,7 +350,7 @@ class Reading:
         """
         with defer_interrupts():
             # If rows stay where they are, steps need not go through a program.
-            apart = stored["steps"] if adopt.stays(layout, buffer.layout()) else None
+            apart = stored["steps"] if relayout.stays(layout, buffer.layout()) else None
             own = stored if apart is None else {**stored, "steps": None}
             fresh = Rows(**own, candidate_number=None, table=None)
             state = ReplayState(fresh, _counters(layout, counters), None)

@@ -21,7 +21,7 @@ from jaxreplay.checkpoint.planning import SaveParts
 from jaxreplay.checkpoint.restoring import Reading
 from jaxreplay.distributed.parts import Parts
 from jaxreplay.distributed.shards import Shards
-from jaxreplay.storage import adopt
+from jaxreplay.storage import relayout
 from jaxreplay.storage.state import ReplayState
 
 
@@ -120,7 +120,7 @@ class TieredSaver(StateSaver):
             restore = lambda first: reading.since(first).state(tier.index, example, None)
             return tier.resume(example, token, reading.end, restore)
         layout = reading.layout_for(tier.index)
-        if not adopt.stays(layout, tier.index.layout()):
+        if not relayout.stays(layout, tier.index.layout()):
             with jax.default_device(jax.devices("cpu")[0]):
                 state = reading.state(tier.whole_buffer, example, None)
             return tier.adopt(state)

@@ -368,7 +368,7 @@ def _blocks(
         if final_rows:  # a flag says where the episode's rows end, not why
             truncated |= terminated
             terminated = np.zeros_like(terminated)
-        read = {"reward": np.zeros(stop - start, np.float32), "part": None}
+        read: dict[str, Any] = {"reward": np.zeros(stop - start, np.float32)}
         for field, tree in fields.items():
             call = "read_numbers" if field == "episode" else "read"
             one_more = is_longer and field == "obs"
@@ -376,10 +376,8 @@ def _blocks(
         if is_longer:
             read["next_obs"] = cut(read["obs"], 1, None)
             read["obs"] = cut(read["obs"], 0, -1)
-        if "episode" in read:
-            read["part"] = read.pop("episode")
         if ends is not None:
-            read["part"] = np.searchsorted(ends, np.arange(start, stop), side="right")
+            read["episode"] = np.searchsorted(ends, np.arange(start, stop), side="right")
         read["reward"] = jax.tree.map(_narrow, read["reward"])
         yield SourceRows(**read, terminated=terminated, truncated=truncated)
 

@@ -64,7 +64,7 @@ class SourceRows(NamedTuple):
       truncated: bool[K].
       next_obs: Pytree with leaves [K, ...], or None if the source has none.
       extras: Pytree with leaves [K, ...], or None.
-      part: int64[K], equal for rows of one episode; None if the source has no such numbers.
+      episode: int64[K], equal for rows of one episode; None if the source has no such numbers.
     """
 
     obs: PyTree
@@ -74,7 +74,7 @@ class SourceRows(NamedTuple):
     truncated: np.ndarray
     next_obs: PyTree = None
     extras: PyTree = None
-    part: Any = None
+    episode: Any = None
 
 
 def from_episodes(
@@ -379,9 +379,10 @@ def with_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
 
 
 def _ends(rows: SourceRows) -> np.ndarray:
+    """Return whether an episode ends with each row, bool[K]; of the last one, its flags alone."""
     ends = rows.terminated | rows.truncated
-    if rows.part is not None:
-        ends[:-1] |= rows.part[1:] != rows.part[:-1]
+    if rows.episode is not None:
+        ends[:-1] |= rows.episode[1:] != rows.episode[:-1]
     if rows.next_obs is not None:
         for after, obs in zip(
             jax.tree.leaves(rows.next_obs), jax.tree.leaves(rows.obs), strict=True

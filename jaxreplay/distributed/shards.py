@@ -25,7 +25,7 @@ from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.distributed.parts import Part, Parts
 from jaxreplay.distributed.processes import Processes
 from jaxreplay.distributed.sharded import Sharded
-from jaxreplay.storage import adopt
+from jaxreplay.storage import relayout
 from jaxreplay.storage.state import ReplayState
 
 
@@ -105,7 +105,7 @@ class Shards:
 
         # The steps: read where they lie, or all dealt to the envs anew, on the host.
         layout, flags, whole = reading.layout_for(buffer), None, None
-        if adopt.stays(layout, buffer.layout()):
+        if relayout.stays(layout, buffer.layout()):
             with defer_interrupts():
                 steps = self._new_steps(example)
             read = [

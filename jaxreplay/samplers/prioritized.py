@@ -301,8 +301,12 @@ class Prioritized(Sampler):
         return SumTree.on(layout.traits, layout.capacity, self.fan_out)
 
     def _mass(self, layout: Layout, priority: jax.Array) -> jax.Array:
-        """Return priority ** alpha, clipped so that positive values stay positive and the sum over
-        all rows stays finite: float32[...]."""
+        """Return priority ** alpha, 0 for 0, clipped so that positive values stay positive and the
+        sum over all rows stays finite: float32[...].
+
+        Args:
+          priority: float32[...], as `is_good_priority` is True for.
+        """
         mass = jnp.clip(
             jnp.maximum(priority, SMALLEST) ** self.alpha,
             SMALLEST,

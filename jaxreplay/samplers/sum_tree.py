@@ -316,12 +316,13 @@ class SumTree(Static):
         Args:
           state: The tree's state before the change.
           leaves: float32[n], the leaves after it.
-          changed: int32[B], the leaves that changed; or int32[], the first one of neighbours.
+          changed: int32[B], the leaves that changed, in [0, capacity); or int32[], the first one of
+            neighbours.
           length: Number of neighbours. Default: None, the leaves are no neighbours.
         """
         fan_out, levels = state.fan_out, self._levels(state.fan_out)
         sums = [leaves, *state.sums[1:]]
-        for (below, first_child, size), (level, start, _) in itertools.pairwise(levels):
+        for (below, first_child, size), (array, start, _) in itertools.pairwise(levels):
             num_parents, first_group = size // fan_out, first_child // fan_out
             changed, _ = ring.divide(changed, fan_out)
             parents = changed
@@ -337,8 +338,8 @@ class SumTree(Static):
                     slice(first_group, first_group + num_parents),
                 )
             new = self._added(sums[below], group, fan_out)
-            at = sums[level].at[start + parents]
-            sums[level] = at.set(new, mode="promise_in_bounds")
+            there = sums[array].at[start + parents]
+            sums[array] = there.set(new, mode="promise_in_bounds")
         return state.replace(sums=tuple(sums))
 
     def _is_ready(self, state: SumTreeState) -> jax.Array:

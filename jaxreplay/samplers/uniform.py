@@ -57,8 +57,8 @@ class Uniform(Sampler):
         # By trying alone: a GPU.
         is_dense = not sampleable.is_narrowed and window.period == 1
         if traits.in_line and is_dense and layout.length >= _FEW_WINDOWS * window.length:
-            row, is_drawn = _tried(sampleable, key, batch_size)
-            return Draw(state, row, jnp.where(is_drawn, probability, 0))
+            row, is_hit = _tried(sampleable, key, batch_size)
+            return Draw(state, row, jnp.where(is_hit, probability, 0))
 
         # By candidate number: where most rows are none, and on unknown platforms.
         high, low = random.words(key, batch_size)
@@ -70,23 +70,23 @@ class Uniform(Sampler):
             return Draw(state, selected(high, low), probability)
         # By trying, then by candidate number: a TPU.
         if not traits.has_loops:
-            row, is_drawn = _first_drawn(sampleable, high, low, _TRIES_AT_ONCE)
+            row, is_hit = _first_drawn(sampleable, high, low, _TRIES_AT_ONCE)
             others = random.remix(high, low, jnp.uint32(_TRIES_AT_ONCE - 1))
-            exact = lambda: jnp.where(is_drawn, row, selected(*others))
-            row = jax.lax.cond((total > 0) & ~jnp.all(is_drawn), exact, lambda: row)
+            exact = lambda: jnp.where(is_hit, row, selected(*others))
+            row = jax.lax.cond((total > 0) & ~jnp.all(is_hit), exact, lambda: row)
             return Draw(state, row, probability)
 
         # The same with loops: a CPU.
         def redraw(carry):
-            tries, row, is_drawn = carry
+            tries, row, is_hit = carry
             other = sampleable.state.random_row(*random.remix(high, low, tries))
-            return tries + 1, jnp.where(is_drawn, row, other), is_drawn | sampleable.contains(other)
+            return tries + 1, jnp.where(is_hit, row, other), is_hit | sampleable.contains(other)
 
         def select(carry):
-            tries, row, is_drawn = carry
+            tries, row, is_hit = carry
             others = random.remix(high, low, tries)
-            row = jnp.where(is_drawn, row, selected(*others))
-            return tries + 1, row, jnp.ones_like(is_drawn)
+            row = jnp.where(is_hit, row, selected(*others))
+            return tries + 1, row, jnp.ones_like(is_hit)
 
         is_short = lambda carry: (total > 0) & ~jnp.all(carry[2])
         may_redraw = lambda carry: is_short(carry) & (carry[0] < _MAX_REDRAWS)
@@ -129,10 +129,8 @@ def _tried(sampleable: Sampleable, key: Key, batch_size: int) -> tuple[jax.Array
         return row, sampleable.contains(row)
     # A smaller batch has too few neighbors: its items look at threads of their own alone.
     num_own = _OWN_THREADS if batch_size >= _OWN_THREADS else _LOOKS
-    row, is_drawn = _first_drawn(
-        sampleable, *random.words(key, num_own * batch_size), _TRIES_AT_ONCE
-    )
-    result, item = jnp.where(is_drawn, row, -1), ring.arange(batch_size)
+    row, is_hit = _first_drawn(sampleable, *random.words(key, num_own * batch_size), _TRIES_AT_ONCE)
+    result, item = jnp.where(is_hit, row, -1), ring.arange(batch_size)
     found = jnp.full((batch_size,), -1, jnp.int32)
     for look in reversed(range(_LOOKS)):
         neighbor, thread = divmod(look, num_own)
@@ -164,11 +162,11 @@ def _first_drawn(
     # One by one, XLA fuses the tries into the kernel that chooses among them.
     if sampleable.layout.traits.in_line:
         rows = [sampleable.tried_row(*words) for words in tries]
-        is_drawn = [sampleable.contains(row) for row in rows]
+        is_hit = [sampleable.contains(row) for row in rows]
     else:
         rows = sampleable.state.random_row(*jax.tree.map(lambda *words: jnp.stack(words), *tries))
-        is_drawn = sampleable.contains(rows)
-    row, found = rows[-1], is_drawn[-1]
+        is_hit = sampleable.contains(rows)
+    row, found = rows[-1], is_hit[-1]
     for nth in reversed(range(num_tries - 1)):
-        row, found = jnp.where(is_drawn[nth], rows[nth], row), is_drawn[nth] | found
+        row, found = jnp.where(is_hit[nth], rows[nth], row), is_hit[nth] | found
     return row, found

@@ -16,7 +16,7 @@ from jaxreplay._util.aliases import Framework, PyTree
 from jaxreplay._util.names import kind_of
 from jaxreplay.actors import Actor, Actors
 from jaxreplay.actors.actor import Setup
-from jaxreplay.actors.block import places_of
+from jaxreplay.actors.block import saved_actors
 from jaxreplay.buffers.jitted import buffer_of, method, unjitted
 from jaxreplay.buffers.mixture import Mixture
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
@@ -164,9 +164,10 @@ class Replay:
         self._is_closed = False
         self._prefetch = prefetch
         # prefetched; or consumed by a `sample` that was interrupted before it returned
-        self._drawn: collections.deque[Sample] = collections.deque()
+        self._ahead: collections.deque[Sample] = collections.deque()
         self._actors: dict[str | None, Actors] = {}  # by the member that they fill
-        self._saved_actors: dict[str, Any] = {}  # numbers of a checkpoint
+        # what the loaded checkpoint says of actors, by the member that they fill, "" for none
+        self._saved_actors: dict[str, Any] = {}
         has_queue = isinstance(getattr(buffer, "sampler", None), OnlineQueue)
         self._lag = LagWatch() if has_queue else None
         self._is_hungry = True  # no batch was sampled yet, or since one was found missing
@@ -453,10 +454,10 @@ class Replay:
                     )
                 draw = lambda: (self._next if consume else self._look)(batch_size, options)
                 batch = self._wait("sample", draw, timeout, self._why_no_sample)
-                while consume and len(self._drawn) < self._prefetch:
+                while consume and len(self._ahead) < self._prefetch:
                     if (ahead := self._draw(None, options)) is None:
                         break
-                    self._drawn.append(ahead)
+                    self._ahead.append(ahead)
                 self._monitor.notify_all()
                 if consume and self._lag is not None:
                     figures = lambda: self._owner.ask(method("metrics"))
@@ -466,7 +467,7 @@ class Replay:
                 return host_arrays.to_framework(self.framework, self._owner.finished(batch))
         except BaseException:
             if batch is not None and consume and consumes_rows(self.buffer):
-                self._drawn.appendleft(batch)  # its rows are consumed: the next call returns them
+                self._ahead.appendleft(batch)  # its rows are consumed: the next call returns them
             raise
 
     def update_priorities(self, index: Any, priority: Any) -> None:
@@ -797,7 +798,7 @@ class Replay:
                 "limiter": dataclasses.asdict(self._limiter) if self._limiter else None,
                 "actors": {name or "": actors.state for name, actors in self._actors.items()},
             }
-            ahead = [*map(self._owner.finished, self._drawn)]
+            ahead = [*map(self._owner.finished, self._ahead)]
             self._owner.save(path, metadata, step, extras, max_to_keep, copy, ahead)
 
     def load(self, path: Any, *, step: int | None = None, extras: Any = None) -> Any:
@@ -835,11 +836,11 @@ class Replay:
             metadata, extras, ahead = self._changing(self._owner.load, path, step, extras)
             if self._limiter:
                 self._limiter.resume(metadata.get("limiter"))
-            self._saved_actors = places_of(metadata.get("actors"))
+            self._saved_actors = saved_actors(metadata.get("actors"))
             for member, actors in self._actors.items():
                 actors.resume(self._saved_actors.get(member or ""))
             self._start_anew()
-            self._drawn.extend(ahead)
+            self._ahead.extend(ahead)
         return extras
 
     def close(self) -> None:
@@ -869,7 +870,7 @@ class Replay:
 
     def _start_anew(self) -> None:
         """Drop the prefetched batches, and wake waiting calls. The next step follows no other."""
-        self._drawn.clear()
+        self._ahead.clear()
         for owner in self._owners.values():
             owner.final_obs.restart()
         self._monitor.notify_all()
@@ -894,12 +895,12 @@ class Replay:
             raise
 
     def _has_sample(self) -> bool:
-        return bool(self._drawn) or self._may_sample()
+        return bool(self._ahead) or self._may_sample()
 
     def _next(self, batch_size: int | None, options: Mapping[str, Any]) -> Sample | None:
         """Return a prefetched batch, or sample a new one; None if none can be sampled now."""
-        if self._drawn and len(self._drawn[0].is_valid) == (batch_size or self.buffer.batch_size):
-            return self._drawn.popleft()
+        if self._ahead and len(self._ahead[0].is_valid) == (batch_size or self.buffer.batch_size):
+            return self._ahead.popleft()
         return self._draw(batch_size, options)
 
     def _draw(self, batch_size: int | None, options: Mapping[str, Any]) -> Sample | None:

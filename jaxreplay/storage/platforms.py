@@ -20,9 +20,10 @@ class Traits:
       fan_out: Number of children of a tree's node. On one CPU core, 256 finds in 1 M leaves take
         17 us with 8 children, 19 us with 4 and 35 us with 16. A GPU reads 32 children one after
         another in one kernel. 128 children fill whole registers of a TPU.
-      num_ways: Number of parts that each step of a search divides into; it reads one value fewer.
-        On a GPU each step is a kernel of its own, on a TPU each value takes its time. Default: 2.
-      in_line: Write small steps out element by element, and count a write before any row is
+      num_ways: Number of parts into which each round of `search.last_slot` divides the slots, by
+        reading one value fewer. On a GPU each round is a kernel of its own; on a TPU they are read
+        one after another. Default: 2.
+      in_line: Write small operations out element by element, and count a write before any row is
         written. On a GPU they then go into one kernel, while a reduction is a kernel of its own.
         Default: False.
       has_loops: Allow loops whose end depends on data; a GPU would wait for its host. Default:

@@ -494,10 +494,10 @@ def effect_of(after: ReplayState, writes: Writes) -> WriteEffect | None:
         is_candidate = is_candidate & ((writes.flags & window.no_candidate) == 0)
 
     # The oldest rows, whose look-back may have been overwritten.
-    oldest = range_of(after.head, window.before)
-    place = ring.arange(window.before)[:, None]
+    oldest = range_of(after.head, window.before)  # of a full ring
+    nth = ring.arange(window.before)[:, None]
     num_expired = after.counters.num_expired if window.before else 0
-    is_expired = (place < num_expired) & (after.filled == layout.length)
+    is_expired = (nth < num_expired) & (after.filled == layout.length)
     none = lambda rows: jnp.zeros_like(rows, bool)
     join = lambda *parts: jnp.concatenate([part for part in parts if part.shape[0]])
     return WriteEffect(
@@ -512,6 +512,6 @@ def effect_of(after: ReplayState, writes: Writes) -> WriteEffect | None:
             none(oldest),
         ),
         is_gone=join(none(waiting), writes.is_written, is_expired),
-        age=join(age, writes.age, layout.length - 1 - jnp.broadcast_to(place, oldest.shape)),
+        age=join(age, writes.age, layout.length - 1 - jnp.broadcast_to(nth, oldest.shape)),
         start=start,
     )

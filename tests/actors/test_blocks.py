@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxreplay.actors.block import ActorBlock, Inbox, joined, places_of
+from jaxreplay.actors.block import ActorBlock, Inbox, joined, saved_actors
 
 pytestmark = pytest.mark.no_xla
 
@@ -101,4 +101,4 @@ def test_blocks_are_joined_with_padding():
     ],
 )
 def test_damaged_numbers_of_a_checkpoint_are_ignored(damaged):
-    assert places_of(damaged) == {}
+    assert saved_actors(damaged) == {}

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay.buffers.adopt import numbers_of
-from jaxreplay.storage import adopt, row_flags
+from jaxreplay.storage import relayout, row_flags
 from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.types import Index
 from tests.conftest import ALL
@@ -291,7 +291,7 @@ def _program(config):
         shape = RECENT, buffer.batch_size
         indices = Index(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.uint32))
         (state, *_), observed = jax.lax.scan(go, (state, state.sampler, indices), arrays)
-        again = adopt.derived(state.replace(sampler=None), state.layout)
+        again = relayout.derived(state.replace(sampler=None), state.layout)
         if not ALL:
             return observed, known(state), known(again)
         sampler = buffer.sampler._from_labelled(Sampleable.of(again), numbers_of(state))

@@ -1,4 +1,4 @@
-"""Adopt rows: rebuild a state of one layout from the rows of another.
+"""Rebuild a state of one layout from the rows of another.
 
 Rows are what happened: steps, flags, and each stream's position, fill and lap. All else is derived
 from them: candidate numbers, skipped, pending and expired rows, and the episode table. `moved` and
@@ -223,13 +223,13 @@ def derived(state: ReplayState, before: Layout | None) -> ReplayState:
     flags, is_final = newest_row.ended(window, old, is_seam)
 
     # Candidates count from the first stored transition of each episode or, across episodes, of the
-    # stream. If the period stays, so do the marks.
-    marks = lambda window: (
-        window.needs_next_obs,
-        window.period,
-        window.period > 1 and window.crosses_episodes,
+    # stream. If the period stays, so do the SKIPPED flags.
+    skips_by = lambda one: (
+        one.needs_next_obs,
+        one.period,
+        one.period > 1 and one.crosses_episodes,
     )
-    is_new = before is None or marks(before.window) != marks(window)
+    is_new = before is None or skips_by(before.window) != skips_by(window)
     if is_new:
         flags = flags & jnp.uint8(~row_flags.SKIPPED & 0xFF)
     if not window.needs_next_obs:
