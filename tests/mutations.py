@@ -123,7 +123,7 @@ MUTATIONS = (
     (
         "a uniform sample takes the row of its third try, whatever it is",
         "samplers/uniform.py",
-        "is_drawn | sampleable.contains(other)",
+        "is_hit | sampleable.contains(other)",
         "jnp.ones_like(is_drawn)",
         "samplers/test_uniform.py samplers/test_laws.py " + ORACLE,
     ),
