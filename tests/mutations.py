@@ -124,7 +124,7 @@ MUTATIONS = (
         "a uniform sample takes the row of its third try, whatever it is",
         "samplers/uniform.py",
         "is_hit | sampleable.contains(other)",
-        "jnp.ones_like(is_drawn)",
+        "jnp.ones_like(is_hit)",
         "samplers/test_uniform.py samplers/test_laws.py " + ORACLE,
     ),
     (
@@ -524,7 +524,7 @@ MUTATIONS = (
     (
         "an opened checkpoint keeps every file that it has read",
         "checkpoint/reader.py",
-        "while len(self._kept) > max(self._most // max(size, 1), 1):",
+        "while len(self._kept) > max(self._cache_bytes // max(size, 1), 1):",
         "while False:",
         "checkpoint/test_opened.py",
     ),
