@@ -191,7 +191,7 @@ def test_batches_that_were_drawn_ahead_are_saved(rows, ahead, copy, tmp_path, mo
         return
     smaller = jr.Replay(make(capacity=30, **PRIORITIZED).buffer)
     smaller.load(tmp_path / "replay")
-    assert not smaller._drawn  # their indices mean other rows
+    assert not smaller._ahead  # their indices mean other rows
 
 
 @pytest.mark.parametrize("rows", [thorough("device"), "files"])
