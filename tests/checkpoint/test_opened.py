@@ -11,8 +11,10 @@ import pytest
 
 import jaxreplay as jr
 from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError
+from jaxreplay.checkpoint.contents import at_checkpoint
 from jaxreplay.checkpoint.fits import check_fits
 from jaxreplay.checkpoint.folder import Folder
+from jaxreplay.checkpoint.reader import Reader
 from tests.buffers.test_tiered import check_equal
 from tests.conftest import ALL
 from tests.support.buffers import CATALOG, each
@@ -217,3 +219,21 @@ def test_rows_are_not_loaded(tmp_path):
                 assert replay.sample().experience.shape == (8, 64, 64)
             taken = anonymous() - before
     assert taken < 20e6
+
+
+def test_rows_that_a_checkpoint_lacks_are_zeros_and_no_file_is_read(tmp_path):
+    buffer = jr.items(capacity=8, num_envs=2, batch_size=2)
+    program = jr.jit(buffer)
+    state = program.extend(program.init({"x": np.float32(0)}), {"x": np.ones((3, 2), np.float32)})
+    Checkpointer(tmp_path, buffer, progress=False).save(state, 0)
+
+    def take(store, manifest):
+        (member,) = manifest.members.values()
+        reader = Reader(store, member)
+        rows = reader.order_of(np.arange(8).reshape(2, 4))
+        found = reader.take({"steps.x": rows})["steps.x"]
+        assert found.tolist() == [[1, 1, 1, 0], [1, 1, 1, 0]]
+        reader.groups = []  # a read of a file fails
+        assert reader.take({"steps.x": rows[:, 3]})["steps.x"].tolist() == [0, 0]
+
+    at_checkpoint("take", take, tmp_path, None, "")
