@@ -118,10 +118,10 @@ NEWEST := .venv-python3.12 .venv-python3.13
 	.venv-python$*/bin/pip --disable-pip-version-check -q install -c constraints.txt -e ".[test,checkpoint]"
 	touch $@
 
-COMPAT_TESTS := $(OLDEST_TESTS) or (next_step] or items] or steps]) and in_place or as_probable and uniform or those_of_a_list or split_programs or tiered_files
+COMPAT_TESTS := $(OLDEST_TESTS) or (next_step] or items] or steps]) and in_place or as_probable and uniform or those_of_a_list or split_programs or tiered_files or eight_devices or test_targets
 compat: $(OLDEST)/installed $(MIDDLE)/installed $(NEWEST:=/installed) $(VENV)/installed
 	set -e; for env in $(OLDEST) $(MIDDLE) $(NEWEST); do $$env/bin/python -c "import sys, jax; print('== Python', sys.version.split()[0], 'jax', jax.__version__)"; \
-	PYTHONPATH=$(CURDIR) JAXREPLAY_CACHE=off $$env/bin/python $(PYTEST) -k "$(COMPAT_TESTS)" $(FEW) tests/buffers/test_in_place.py tests/samplers/test_laws.py tests/storage/test_split_programs.py tests/buffers/test_tiered_files.py tests/compat; done
+	PYTHONPATH=$(CURDIR) JAXREPLAY_CACHE=off $$env/bin/python $(PYTEST) -k "$(COMPAT_TESTS)" $(FEW) tests/buffers/test_in_place.py tests/samplers/test_laws.py tests/storage/test_split_programs.py tests/buffers/test_tiered_files.py tests/distributed/test_distributed.py tests/test_targets.py tests/compat; done
 	$(BIN)/python -m tests.compat.peers flashbax
 	$(BIN)/python -m tests.compat.peers brax
 	XLA_FLAGS=--xla_force_host_platform_device_count=2 $(BIN)/python -m tests.compat.peers brax

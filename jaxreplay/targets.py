@@ -230,10 +230,11 @@ def normalize(advantage: Any, mask: Any = None) -> jax.Array:
     advantage = _at_least_float32(advantage)
     mask = jnp.ones(advantage.shape, bool) if mask is None else jnp.asarray(mask)
     checks.check_shapes("normalize", advantage.shape, mask=mask)
-    centered = advantage - masked_mean(advantage, mask)
-    # Center twice: the mean of large equal numbers has a rounding error, which the division would
+    # Equal numbers become zeros first: their mean has a rounding error, which the division would
     # blow up.
-    centered = centered - masked_mean(centered, mask)
+    largest = jax.lax.stop_gradient(jnp.max(advantage, where=mask, initial=-jnp.inf))
+    shifted = jnp.where(mask, advantage - largest, 0)
+    centered = shifted - masked_mean(shifted, mask)
     deviation = jnp.sqrt(masked_mean(jnp.square(centered), mask))
     return jnp.where(mask, centered / (deviation + _SMALLEST_DEVIATION), 0)
 
@@ -320,7 +321,9 @@ def _sum_in_order(delta, carry):
         total = _link(later, now[1], now[0])
         return total, total
 
-    return jax.lax.scan(step, jnp.zeros_like(delta[0]), (delta, carry), reverse=True)[1]
+    # in a `shard_map`, JAX 0.6 wants zeros of the type of the sums
+    zeros = jnp.where(delta[0] > 0, 0, jnp.zeros_like(delta[0]))
+    return jax.lax.scan(step, zeros, (delta, carry), reverse=True)[1]
 
 
 def _sum_in_parallel(delta, carry):
