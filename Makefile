@@ -12,6 +12,8 @@
 # make mutants FILE=storage/writes.py SAMPLE=40  changes a module in 40 ways at random, most of which a test must notice
 # make aot DEVICE=NAME   compiles for a TPU or GPU that is not there, and checks what comes out; writes benchmarks/ACCELERATORS.md
 # make gpu       GPU tests and figures, on a GPU; writes benchmarks/GPU.md
+# make dist      builds both distributions of a clean clone, and runs the README's programs from the wheel
+# make workflows checks the workflows of .github
 # make bench     side by side with flashbax, NumPy, orbax and Stable-Baselines3; writes benchmarks/*.md
 #
 # The tests keep compiled programs in ~/.cache/jaxreplay/xla; JAXREPLAY_CACHE=off compiles everything anew.
@@ -23,7 +25,7 @@ PYTEST := -m pytest -q -n 2 --dist loadgroup
 # gymnax 1.0.1 declares jax < 0.12 but runs on it, so that it is installed without its dependencies, and these are named here. Minari 0.5.4 needs Pillow.
 EXAMPLES := flax optax matplotlib tqdm six gymnasium seaborn "minari[hdf5]" pillow
 
-.PHONY: demo docs datasets examples ruff lint quick oldest test test-all test-oldest mutants mutations compat soak recipes bench gpu aot clean
+.PHONY: demo docs dist workflows datasets examples ruff lint quick oldest test test-all test-oldest mutants mutations compat soak recipes bench gpu aot clean
 $(VENV)/installed: Makefile pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt -e ".[test,dev,torch,sb3,checkpoint,lerobot,ray]" $(EXAMPLES)
@@ -66,6 +68,7 @@ lint: ruff
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # The oldest JAX and NumPy: an environment of all pinned versions, outside of the clone, where it is made once for all of them.
+VERSION := v$(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' jaxreplay/_version.py)
 OLDEST := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/jaxreplay/oldest-$(firstword $(shell cksum constraints-oldest.txt))
 $(OLDEST)/installed:
 	$(PYTHON) -m venv --clear $(OLDEST)
@@ -229,6 +232,27 @@ $(AOT)/installed: Makefile pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(AOT)
 	$(AOT)/bin/pip --disable-pip-version-check -q install -c constraints.txt -e ".[test]" flashbax libtpu jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12
 	touch $@
+
+# As a release has them: RELEASING.md. TAG=v0.1.0 compares a tag with the version. The wheel alone is in an environment of its own.
+$(VENV)/dist: $(VENV)/installed
+	$(PIP) install -c constraints.txt twine zizmor
+	touch $@
+
+dist: $(VENV)/dist
+	test -z "$$(git status --porcelain)" || { echo "dist: there are changes that are not committed"; exit 1; }
+	test "$(or $(TAG),$(VERSION))" = "$(VERSION)" || { echo "dist: the tag $(TAG) is not the version $(VERSION)"; exit 1; }
+	rm -rf out/dist out/wheel
+	$(BIN)/python -m build --outdir out/dist
+	$(BIN)/python -m twine check --strict out/dist/*
+	$(PYTHON) -m venv out/wheel
+	out/wheel/bin/pip --disable-pip-version-check -q install -c constraints.txt out/dist/*.whl pytest
+	awk '/^```/ {n++; next} n == 1' README.md | (cd out && wheel/bin/python -)
+	cd out && wheel/bin/python -m jaxreplay info
+	cd out && wheel/bin/python -m pytest -q -p no:cacheprovider --doctest-modules $(foreach part,samplers views buffers targets types autoreset,--pyargs jaxreplay.$(part))
+	JAXREPLAY_TESTS=all $(BIN)/python -m pytest -q tests/test_package.py
+
+workflows: $(VENV)/dist
+	$(BIN)/zizmor --offline .github
 
 # One device at a time. All are in the table, some are tested; BUFFER=uniform tests one buffer, and leaves the table.
 TESTED := v5e H100

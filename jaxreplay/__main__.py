@@ -1,10 +1,15 @@
-"""Command line of jaxreplay: `inspect` shows a checkpoint's contents."""
+"""Command line of jaxreplay: `inspect` shows a checkpoint, `info` what a report needs."""
 
 import argparse
+import importlib.metadata
 import json
+import platform
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
+
+import jax
 
 from jaxreplay._util.names import printable
 
@@ -24,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "inspect", help="show what a checkpoint holds, and warn of what looks wrong"
         )
     )
+    info = commands.add_parser("info", help="show what a report of a fault needs")
+    info.set_defaults(run=_info)
     options = parser.parse_args(arguments)
     try:
         text, status = options.run(options)
@@ -94,6 +101,28 @@ def _verify(options: argparse.Namespace) -> tuple[str, int]:
             ]
         text = "\n".join(lines)
     return text, int(any(one.problems for one in found))
+
+
+def _info(options: argparse.Namespace) -> tuple[str, int]:
+    """Return the versions of this machine's Python, of the library and of all that it may use, and
+    JAX's devices."""
+    del options
+    versions = {"Python": platform.python_version(), "platform": platform.platform()}
+    needed = map(_name_of, importlib.metadata.requires("jaxreplay") or ())
+    for name in ("jaxreplay", "jaxlib", *needed):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "-"
+    try:
+        versions["devices"] = ", ".join(map(str, jax.devices()))
+    except RuntimeError as error:
+        versions["devices"] = str(error)
+    return "\n".join(f"{name}: {found}" for name, found in versions.items()), 0
+
+
+def _name_of(requirement: str) -> str:
+    return re.split(r"[^\w.-]", requirement)[0]
 
 
 if __name__ == "__main__":

@@ -395,3 +395,12 @@ def test_a_replay_is_inspected_as_its_state():
     assert str(found) == str(replay.inspect())
     assert str(found) == str(jr.inspect(replay.buffer, replay._owner.state))
     assert found.suspicious == ["steps.x has 1 values that are NaN or infinite, in 2 rows"]
+
+
+def test_a_report_of_a_fault_has_versions_and_devices(capsys):
+    main(["info"])
+    found = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert found["jax"] == jax.__version__
+    assert found["numpy"] == np.__version__
+    assert found["devices"] == str(jax.devices()[0])
+    assert {"Python", "platform", "jaxlib", "torch", "msgspec", "ray"} <= {*found}
