@@ -248,7 +248,7 @@ dist: $(VENV)/dist
 	out/wheel/bin/pip --disable-pip-version-check -q install -c constraints.txt out/dist/*.whl pytest
 	awk '/^```/ {n++; next} n == 1' README.md | (cd out && wheel/bin/python -)
 	cd out && wheel/bin/python -m jaxreplay info
-	cd out && wheel/bin/python -m pytest -q -p no:cacheprovider --doctest-modules $(foreach part,samplers views buffers targets types autoreset,--pyargs jaxreplay.$(part))
+	cd out && wheel/bin/python -m pytest -q -p no:cacheprovider --doctest-modules $(foreach part,samplers views buffers targets types,--pyargs jaxreplay.$(part))
 	JAXREPLAY_TESTS=all $(BIN)/python -m pytest -q tests/test_package.py
 
 workflows: $(VENV)/dist
