@@ -224,7 +224,7 @@ MUTATIONS = (
         "storage/writes.py",
         "ends &= row_flags.is_of_episode(flags)",
         "ends &= True",
-        "buffers/test_end_streams.py",
+        ORACLE,
     ),
     (
         "candidates after a drop have the numbers of dropped ones",
