@@ -21,14 +21,16 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check -q
+# A new environment, whose pip knows the groups of pyproject.toml: $(call environment,FOLDER,PYTHON)
+environment = $(or $(2),$(PYTHON)) -m venv $(1) && $(1)/bin/pip --disable-pip-version-check -q install "pip>=25.1,<26.2"
 PYTEST := -m pytest -q -n 2 --dist loadgroup
 # gymnax 1.0.1 declares jax < 0.12 but runs on it, so that it is installed without its dependencies, and these are named here. Minari 0.5.4 needs Pillow.
 EXAMPLES := flax optax matplotlib tqdm six gymnasium seaborn "minari[hdf5]" pillow
 
 .PHONY: demo docs dist workflows datasets examples ruff lint quick oldest test test-all test-oldest mutants mutations compat soak recipes bench gpu aot clean
 $(VENV)/installed: Makefile pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -c constraints.txt -e ".[test,dev,torch,sb3,checkpoint,lerobot,ray]" $(EXAMPLES)
+	$(call environment,$(VENV))
+	$(PIP) install -c constraints.txt --group test --group dev -e ".[torch,sb3,checkpoint,lerobot,ray]" $(EXAMPLES)
 	$(PIP) install -c constraints.txt --no-deps gymnax
 	touch $@
 
@@ -49,8 +51,8 @@ demo: $(VENV)/installed
 # Every code cell runs, some beside flashbax and Stable-Baselines3. Warnings are errors.
 DOCS := .venv-docs
 $(DOCS)/installed: Makefile pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/pip --disable-pip-version-check -q install -c constraints.txt -e ".[docs,torch,sb3,checkpoint]" $(EXAMPLES) flashbax tensordict
+	$(call environment,$(DOCS))
+	$(DOCS)/bin/pip --disable-pip-version-check -q install -c constraints.txt --group docs -e ".[torch,sb3,checkpoint]" $(EXAMPLES) flashbax tensordict
 	$(DOCS)/bin/pip --disable-pip-version-check -q install -c constraints.txt --no-deps gymnax
 	touch $@
 
@@ -111,14 +113,14 @@ test-oldest: $(OLDEST)/installed
 # libraries' own tests over our buffers.
 MIDDLE := .venv-middle
 $(MIDDLE)/installed: Makefile pyproject.toml
-	$(PYTHON) -m venv $(MIDDLE)
-	$(MIDDLE)/bin/pip --disable-pip-version-check -q install jax==0.6.2 jaxlib==0.6.2 -e ".[test,checkpoint]"
+	$(call environment,$(MIDDLE))
+	$(MIDDLE)/bin/pip --disable-pip-version-check -q install jax==0.6.2 jaxlib==0.6.2 --group test -e ".[checkpoint]"
 	touch $@
 
 NEWEST := .venv-python3.12 .venv-python3.13
 .venv-python%/installed: Makefile pyproject.toml constraints.txt
-	python$* -m venv .venv-python$*
-	.venv-python$*/bin/pip --disable-pip-version-check -q install -c constraints.txt -e ".[test,checkpoint]"
+	$(call environment,.venv-python$*,python$*)
+	.venv-python$*/bin/pip --disable-pip-version-check -q install -c constraints.txt --group test -e ".[checkpoint]"
 	touch $@
 
 COMPAT_TESTS := $(OLDEST_TESTS) or (next_step] or items] or steps]) and in_place or as_probable and uniform or those_of_a_list or split_programs or tiered_files or eight_devices or test_targets
@@ -182,8 +184,8 @@ endif
 # Env libraries bring much with them, so that they have an environment of their own.
 RECIPES := .venv-recipes
 $(RECIPES)/installed: Makefile pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(RECIPES)
-	$(RECIPES)/bin/pip --disable-pip-version-check -q install -c constraints.txt -e ".[test]" gymnasium six seaborn brax jumanji craftax envpool jaxmarl "pettingzoo[butterfly]"
+	$(call environment,$(RECIPES))
+	$(RECIPES)/bin/pip --disable-pip-version-check -q install -c constraints.txt --group test -e . gymnasium six seaborn brax jumanji craftax envpool jaxmarl "pettingzoo[butterfly]"
 	$(RECIPES)/bin/pip --disable-pip-version-check -q install -c constraints.txt --no-deps gymnax
 	touch $@
 
@@ -194,8 +196,8 @@ recipes: $(RECIPES)/installed
 # The other libraries without the dependencies that they declare: LeRobot's PyTorch is an older one.
 PEERS := .venv-datasets
 $(PEERS)/installed: Makefile pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(PEERS)
-	$(PEERS)/bin/pip --disable-pip-version-check -q install -c constraints.txt -e ".[test,checkpoint,lerobot,torch]" flashbax "minari[hdf5]" requests tqdm pandas packaging filelock typing_extensions
+	$(call environment,$(PEERS))
+	$(PEERS)/bin/pip --disable-pip-version-check -q install -c constraints.txt --group test -e ".[checkpoint,lerobot,torch]" flashbax "minari[hdf5]" requests tqdm pandas packaging filelock typing_extensions
 	$(PEERS)/bin/pip --disable-pip-version-check -q install --no-deps lerobot==0.4.4 torchvision==0.22.1 "numpy==2.3.*" datasets==4.8.5 "huggingface-hub<1" accelerate safetensors jsonlines draccus==0.10.0 \
 		multiprocess dill xxhash fsspec aiohttp einops deepdiff termcolor orderly-set mergedeep pyyaml pyyaml-include toml typing_inspect mypy_extensions hf_xet aiosignal frozenlist multidict yarl \
 		propcache aiohappyeyeballs httpx httpcore anyio h11 tensorflow-datasets array_record etils "protobuf<7" promise dm-tree immutabledict simple_parsing docstring_parser \
@@ -215,8 +217,8 @@ bench: $(VENV)/bench
 # Each TorchRL is built for one torch, and wants an older tensordict: an environment of its own.
 GPU := .venv-gpu
 $(GPU)/installed: Makefile pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(GPU)
-	$(GPU)/bin/pip --disable-pip-version-check -q install -e ".[test,torch,checkpoint]" "jax[$(CUDA)]" flashbax tqdm torch==2.14.1 torchrl==0.14.1
+	$(call environment,$(GPU))
+	$(GPU)/bin/pip --disable-pip-version-check -q install --group test -e ".[torch,checkpoint]" "jax[$(CUDA)]" flashbax tqdm torch==2.14.1 torchrl==0.14.1
 	touch $@
 
 # CUDA=cuda13 for newer drivers, CUDA=cpu to try it without a GPU.
@@ -229,8 +231,8 @@ gpu: $(GPU)/installed
 # The compilers are 2.5 GB, in an environment of their own.
 AOT := .venv-aot
 $(AOT)/installed: Makefile pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(AOT)
-	$(AOT)/bin/pip --disable-pip-version-check -q install -c constraints.txt -e ".[test]" flashbax libtpu jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12
+	$(call environment,$(AOT))
+	$(AOT)/bin/pip --disable-pip-version-check -q install -c constraints.txt --group test -e . flashbax libtpu jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12
 	touch $@
 
 # As a release has them: RELEASING.md. TAG=v0.1.0 compares a tag with the version. The wheel alone is in an environment of its own.
