@@ -139,7 +139,7 @@ AS_ON_ONE_CORE := contract in_place uniform prioritized views
 AS_ON_ONE_REST := changed_buffer checkpoint checkpoint_damage checkpoint_faults checkpoint_hostile checkpoint_machine
 
 # Each file of tests is in one part.
-PART_core := types words verbs autoreset docstrings package newcomer_errors contract in_place layers laws uniform prioritized sum_tree queue blend mixture map_rows permutation errors x64 ecosystem
+PART_core := types words signatures verbs autoreset docstrings package newcomer_errors contract in_place layers laws uniform prioritized sum_tree queue blend mixture map_rows permutation errors x64 ecosystem
 PART_distributed := distributed
 PART_samplers := adopt end_streams extension recent plr without_replacement targets donation plan state_check transitions
 PART_oracle := oracle_streams
