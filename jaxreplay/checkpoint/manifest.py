@@ -25,7 +25,7 @@ from jaxreplay.checkpoint.groups import NUM_COLUMNS, Folder, Group, Length, Save
 from jaxreplay.storage import stored_arrays
 from jaxreplay.storage.layout import Layout, Window
 
-FORMAT = 12  # of the files, and of the meaning of a state's leaves
+FORMAT = 1  # of the files, and of the meaning of a state's leaves
 # The array of a checkpoint whose rows are in files elsewhere: the token of these.
 TOKEN = "token"
 STEPS = -(2**63), 2**63 - 1  # the smallest and the largest step

@@ -32,7 +32,7 @@ from jaxreplay.storage import array_files
 from jaxreplay.storage.array_files import ArrayFiles
 from jaxreplay.storage.host_rows import RowStore, copied_rows
 
-_FORMAT = 3
+_FORMAT = 1
 _MOST_TOKENS = 100  # whose checkpoints can be loaded
 _MOST_WAITING = 2**24  # bytes of values in the database, which has them twice
 # Seconds a row, and a byte of them, above which rows count as read from the disk.

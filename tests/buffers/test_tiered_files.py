@@ -296,7 +296,7 @@ DAMAGE = {
     r"0-rows.obs.image.npy is no array file of int32\[150, 1500\]": lambda files: shutil.copy(
         files[1], files[0]
     ),
-    "journal.sqlite has the format 99; this version reads 3": told("PRAGMA user_version = 99"),
+    "journal.sqlite has the format 99; this version reads 1": told("PRAGMA user_version = 99"),
     "journal.sqlite is damaged: file is not a database": overwrite,
     "journal.sqlite is damaged: no such table": told("DROP TABLE journal"),
     "journal.sqlite is damaged: Type.*NoneType": told("DELETE FROM journal"),
