@@ -3,6 +3,7 @@ today's steps say what is in them. `python -m tests.checkpoint.test_golden` writ
 format."""
 
 import pathlib
+import re
 import shutil
 
 import jax
@@ -18,6 +19,7 @@ from tests.support.steps import begun, nth, stacked
 checkpoint = pytest.importorskip("jaxreplay.checkpoint", reason="an extra is not installed")
 manifest = pytest.importorskip("jaxreplay.checkpoint.manifest")
 
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "formats.md"
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 BUFFER = jr.prioritized(
     capacity=24,
@@ -96,6 +98,25 @@ def test_rows_in_files_are_read(number, tmp_path):
         assert len(found) == len(expected) > 0
         every = np.arange(BUFFER.capacity)
         assert_same(found.get(every).experience, expected.get(every).experience)
+
+
+def test_the_page_of_formats_reads_the_rows():
+    """Its programs, over these files; the numbers of its rows are those of the steps."""
+    names = {}
+    for program in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
+        exec(compile(program, PAGE.name, "exec"), names)
+    rows = [*names["rows_of_checkpoint"](GOLDEN / "checkpoint-1" / "plain")]
+    arrays, first, end = names["rows_of_folder"](GOLDEN / "rows-1")
+    state = filled(0, 20)
+    assert len(rows) == (end - first).sum() == BUFFER.capacity
+    for env, number, leaves in rows:
+        assert first[env] <= number < end[env]
+        place = env * BUFFER.length + number % BUFFER.length
+        for name in ("steps.action", "steps.reward", "steps.obs.image", "steps.obs.deep.x.bits"):
+            in_files = arrays["rows." + name.removeprefix("steps.").removesuffix(".bits")]
+            np.testing.assert_array_equal(leaves[name], in_files[place])
+        assert leaves["flags"] == arrays["journal.flags"][place] == state.rows.flags[place]
+        assert leaves["steps.action"] == state.rows.steps.action[place]
 
 
 if __name__ == "__main__":
