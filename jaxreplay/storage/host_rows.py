@@ -36,8 +36,8 @@ class RowStore:
         raise NotImplementedError
 
     def take(self, name: str, rows: np.ndarray) -> np.ndarray:
-        """Return a copy of rows of a leaf: [*rows.shape, ...]. It may become part of a batch, so it
-        is never changed. Of rows that were not written it may have any values.
+        """Return a copy of rows of a leaf: `[*rows.shape, ...]`. It may become part of a batch, so
+        it is never changed. Of rows that were not written it may have any values.
 
         Args:
           name: Name of the leaf.
