@@ -70,7 +70,6 @@ lint: ruff
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # The oldest JAX and NumPy: an environment of all pinned versions, outside of the clone, where it is made once for all of them.
-VERSION := v$(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' jaxreplay/_version.py)
 OLDEST := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/jaxreplay/oldest-$(firstword $(shell cksum constraints-oldest.txt))
 $(OLDEST)/installed:
 	$(PYTHON) -m venv --clear $(OLDEST)
@@ -236,13 +235,14 @@ $(AOT)/installed: Makefile pyproject.toml constraints.txt
 	touch $@
 
 # As a release has them: RELEASING.md. TAG=v0.1.0 compares a tag with the version. The wheel alone is in an environment of its own.
+VERSION := v$(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' jaxreplay/_version.py)
 $(VENV)/dist: $(VENV)/installed
 	$(PIP) install -c constraints.txt twine zizmor
 	touch $@
 
 dist: $(VENV)/dist
 	test -z "$$(git status --porcelain)" || { echo "dist: there are changes that are not committed"; exit 1; }
-	test "$(or $(TAG),$(VERSION))" = "$(VERSION)" || { echo "dist: the tag $(TAG) is not the version $(VERSION)"; exit 1; }
+	test "$${TAG:-$(VERSION)}" = "$(VERSION)" || { echo "dist: the tag $$TAG is not the version $(VERSION)"; exit 1; }
 	rm -rf out/dist out/wheel
 	$(BIN)/python -m build --outdir out/dist
 	$(BIN)/python -m twine check --strict out/dist/*

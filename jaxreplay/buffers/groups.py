@@ -87,10 +87,9 @@ class Groups(Static):
 
     Groups have numbers that count upwards, such as those of prompts. Number n lies in place
     `n mod capacity`: a newer group takes the place of an older one. A version counts the updates of
-    the policy that made a completion. Each call compares a few
-    numbers of every group, and reads or writes its own completions alone. Methods are pure
-    functions of the state. Axes: N completions of a call, B groups of a batch, G completions of a
-    group.
+    the policy that made a completion. Each call compares a few numbers of every group, and reads or
+    writes its own completions alone. Methods are pure functions of the state. Axes: N completions
+    of a call, B groups of a batch, G completions of a group.
 
     Args:
       group_size: Number G of completions in a group, at least 1.

@@ -25,8 +25,8 @@ from jaxreplay.storage.state import ReplayState
 
 
 def check_state(where: str, buffer: Any, state: Any) -> Any:
-    """Return the state with JAX arrays in place of NumPy arrays. If the method copies the buffer,
-    as it does where nothing is donated, warn of it.
+    """Return the state with JAX arrays in place of NumPy arrays. Warn if the call copies a large
+    one, as changes outside of `jit` do, where nothing is donated.
 
     Args:
       where: Name of the method, for errors.

@@ -163,8 +163,9 @@ def checked_steps(
         axes, num, every = jnp.shape(envs), "len(envs)", "each of envs"
     what = f"one step of {every}, leaves [{num}, ...]"
     if is_block:
-        first = [*map(jnp.shape, jax.tree.leaves(steps)[:1]), ()][0]
-        axes, what = ((*first, 0)[0], *axes), f"a block of steps, leaves [time, {num}, ...]"
+        first = next(map(jnp.shape, jax.tree.leaves(steps)), ())
+        time = first[0] if first else 0
+        axes, what = (time, *axes), f"a block of steps, leaves [time, {num}, ...]"
     check_block(where, steps, stored, axes, what)
     return jax.tree.map(jnp.asarray, steps), axes
 

@@ -169,7 +169,7 @@ def _as_rows(where: str, trajectory: Any, row: Step) -> Trajectory:
 def _check_leaves(where: str, step: Step, num_steps: int, row: Step) -> None:
     """Raise a ValueError for leaves of other lengths, shapes or dtypes. Leaves of `obs` may all
     have one more row, the final one; then those of `extras` may, too."""
-    first = [*map(np.shape, jax.tree.leaves(step.obs)[:1]), ()][0]
+    first = next(map(np.shape, jax.tree.leaves(step.obs)), ())
     most = num_steps + (first[:1] == (num_steps + 1,))
     lengths = {"obs": (most,), "extras": (num_steps, most)}
     if all(

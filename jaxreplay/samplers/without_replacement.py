@@ -44,7 +44,9 @@ class WithoutReplacement(Sampler):
     valid. So may a batch that skips many rows: the search stops after 8 * B rows. While a row is
     sampleable, a batch has at least one valid item.
 
-    Probabilities are those of uniform sampling, which is how a single batch is distributed.
+    Probabilities are those of uniform sampling, which is how a single batch is distributed. The
+    size is the number of sampleable rows, which is the length of a new pass; the current pass may
+    have fewer rows left.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr

@@ -49,9 +49,9 @@ def step(t):
     )
 
 
-def filled(start, stop):
-    """Return the state after these steps, of which one env misses a few, with new priorities."""
-    times = range(start, stop)
+def filled(stop):
+    """Return the state after steps, of which one env misses a few, with new priorities."""
+    times = range(stop)
     mask = np.array([[True, t % 4 != 3] for t in times])
     state = begun(BUFFER, stacked([*map(step, times)]), mask)
     batch = BUFFER.sample(state, jax.random.key(0))
@@ -65,7 +65,7 @@ def write():
         path = GOLDEN / f"checkpoint-{manifest.FORMAT}" / name
         saves = checkpoint.Checkpointer(path, BUFFER, compression_level=level, progress=False)
         for number, stop in enumerate((6, 20)):
-            saves.save(filled(0, stop), number, extras=EXTRAS)
+            saves.save(filled(stop), number, extras=EXTRAS)
     with jr.Replay(BUFFER, rows=GOLDEN / f"rows-{ROWS}", example=nth(step(0), 0)) as replay:
         for t in range(20):
             replay.add(step(t), mask=[True, t % 4 != 3])
@@ -79,7 +79,7 @@ def test_a_checkpoint_is_read(number, level):
         state, extras = checkpoint.restore(
             path, BUFFER, nth(step(0), 0), step=save, extras=jax.tree.map(np.zeros_like, EXTRAS)
         )
-        assert_same(state, filled(0, stop))
+        assert_same(state, filled(stop))
         assert_same(extras, EXTRAS)
 
 
@@ -100,16 +100,27 @@ def test_rows_in_files_are_read(number, tmp_path):
         assert_same(found.get(every).experience, expected.get(every).experience)
 
 
-def test_the_page_of_formats_reads_the_rows():
-    """Its programs, over these files; the numbers of its rows are those of the steps."""
+def test_the_page_of_formats_reads_the_rows(tmp_path):
+    """Its programs, over these files, and over a checkpoint of many groups of several saves."""
     names = {}
     for program in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
         exec(compile(program, PAGE.name, "exec"), names)
-    rows = [*names["rows_of_checkpoint"](GOLDEN / "checkpoint-1" / "plain")]
+    saves = checkpoint.Checkpointer(
+        tmp_path, BUFFER, compression_level=None, chunk_bytes=300, progress=False
+    )
+    for stop in (12, 16, 20):
+        saves.save(filled(stop))
+    member = saves._base.members[""]
+    assert len(member.saves) > 1
+    assert (member.saves[0].since < member.first).any()  # it has rows that were overwritten since
+
+    read = names["rows_of_checkpoint"]
+    plain, rows = ([*read(path)] for path in (GOLDEN / "checkpoint-1" / "plain", tmp_path))
     arrays, first, end = names["rows_of_folder"](GOLDEN / "rows-1")
-    state = filled(0, 20)
-    assert len(rows) == (end - first).sum() == BUFFER.capacity
-    for env, number, leaves in rows:
+    state = filled(20)
+    assert len(plain) == len(rows) == (end - first).sum() == BUFFER.capacity
+    assert {one[:2] for one in plain} == {one[:2] for one in rows}
+    for env, number, leaves in plain + rows:
         assert first[env] <= number < end[env]
         place = env * BUFFER.length + number % BUFFER.length
         for name in ("steps.action", "steps.reward", "steps.obs.image", "steps.obs.deep.x.bits"):

@@ -22,7 +22,7 @@ def warned(said):
 
 
 def check_table(table, names, error=ValueError, given=None):
-    """Check what the error of each typed line says: every line of a text.
+    """Check that the error of each typed line has every line of its text.
 
     Args:
       table: Texts by lines that are typed.
