@@ -27,12 +27,11 @@ except ImportError as error:
 
 _STATES = (ReplayState, RolloutState, SumTreeState)
 _NARROW_BITS = 8  # narrower numbers have no tensor type, or share bytes
-_CAST = {
-    torch.int64: torch.int32,
-    torch.uint64: torch.uint32,
-    torch.float64: torch.float32,
-    torch.complex128: torch.complex64,
-}
+_CAST = {torch.int64: torch.int32, torch.float64: torch.float32, torch.complex128: torch.complex64}
+if hasattr(torch, "uint64"):  # from PyTorch 2.3 on
+    _CAST[torch.uint64] = torch.uint32
+# What the two libraries raise for a dtype that DLPack, or one of them, does not have.
+_NO_DLPACK = (BufferError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
 def to_torch(tree: PyTree) -> Any:
@@ -121,7 +120,7 @@ def _passes_numpy(dtype: Any) -> bool:
     array.flags.writeable = False
     try:
         return torch.from_dlpack(array).data_ptr() == array.ctypes.data
-    except (BufferError, TypeError, ValueError):
+    except _NO_DLPACK:
         return False
 
 
@@ -176,8 +175,8 @@ def _reason_against_array(leaf: Any) -> str | None:
         )
     if not _has_tensors(leaf.dtype):
         return (
-            f"is {leaf.dtype.name}, which torch does not have; write x.astype(jnp.int8), or "
-            "another dtype of at least 8 bits"
+            f"is {leaf.dtype.name}, which does not go to torch {torch.__version__} from JAX "
+            f"{jax.__version__}; write x.astype(jnp.int8), or another dtype of at least 8 bits"
         )
     return None
 
@@ -189,7 +188,25 @@ def _is_key(dtype: Any) -> bool:
 
 @functools.cache
 def _has_tensors(dtype: Any) -> bool:
-    return hasattr(torch, dtype.name) and (dtype == np.bool_ or num_bits(dtype) >= _NARROW_BITS)
+    """Return whether arrays of this dtype become tensors of the dtype of that name."""
+    if dtype != np.bool_ and num_bits(dtype) < _NARROW_BITS:
+        return False
+    try:
+        found = torch.from_dlpack(jax.device_put(np.zeros(1, dtype))).dtype
+        return found == getattr(torch, dtype.name, None)
+    except _NO_DLPACK:
+        return False
+
+
+@functools.cache
+def _has_arrays(dtype: torch.dtype) -> bool:
+    """Return whether tensors of this dtype become arrays."""
+    try:
+        one = torch.empty(1, dtype=dtype)
+        jax.dlpack.from_dlpack(one.copy_(one))
+        return True
+    except _NO_DLPACK:
+        return False
 
 
 def _reason_against_tensor(leaf: Any, *, cast: bool) -> str | None:
@@ -203,6 +220,11 @@ def _reason_against_tensor(leaf: Any, *, cast: bool) -> str | None:
         return (
             f"is {leaf.dtype}, which JAX would cut to 32 bits; pass cast=True, or call "
             'jax.config.update("jax_enable_x64", True)'
+        )
+    if not _has_arrays(leaf.dtype if _has_64_bits() else _CAST.get(leaf.dtype, leaf.dtype)):
+        return (
+            f"is {leaf.dtype}, which does not go to JAX {jax.__version__} from torch "
+            f"{torch.__version__}; write x.to(torch.float32), or another dtype"
         )
     return None
 

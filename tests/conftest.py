@@ -31,6 +31,11 @@ import pytest  # noqa: E402
 from jaxreplay.buffers.jitted import options_here  # noqa: E402
 from jaxreplay.storage import platforms  # noqa: E402
 
+if not hasattr(jax, "enable_x64"):  # an older JAX
+    from jax.experimental import enable_x64 as _enable_x64
+
+    jax.enable_x64 = _enable_x64
+
 # These two set the compilers' environment before JAX is imported; the third needs cosmic-ray.
 collect_ignore = ["aot/devices.py", "aot/programs.py", "mutants.py"]
 

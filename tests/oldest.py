@@ -1,5 +1,5 @@
 """The oldest JAX and NumPy that the package runs with: the README's first program, a `Replay` with
-rows on the device, on the host and in files, a save and a restore.
+rows on the device, on the host and in files, a save and a restore. What it lacks is said.
 
 `make test` runs it in an environment of `constraints-oldest.txt`. Warnings are errors.
 """
@@ -11,8 +11,10 @@ import tempfile
 
 import jax
 import numpy as np
+import pytest
 
 import jaxreplay as jr
+import jaxreplay.checkpoint
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -73,4 +75,6 @@ if __name__ == "__main__":
     for rows in ("device", "host", None):
         with tempfile.TemporaryDirectory() as folder:
             runs(buffer, rows, pathlib.Path(folder))
+    with pytest.raises(ImportError, match=r"needs tensorstore 0\.1\.81 or newer"):
+        jaxreplay.checkpoint.Checkpointer("memory://replay", buffer)
     print(f"jax {jax.__version__} and NumPy {np.__version__}: all as it should be")

@@ -11,6 +11,7 @@ from jaxreplay._util.names import has_shapes, named, spec_text
 from jaxreplay._util.serialization import tell_flax
 from jaxreplay._util.struct import Node, Static
 from jaxreplay.buffers import memory, step_checks
+from jaxreplay.buffers.memory import Memory
 from jaxreplay.buffers.state_checks import check_state, row_of
 from jaxreplay.samplers.sampler import plus
 from jaxreplay.storage import ring, stored_arrays
@@ -163,7 +164,7 @@ class Groups(Static):
             memory.check_fits("init", self.memory(example))
         return self._empty(example)
 
-    def memory(self, example: PyTree) -> memory.Memory:
+    def memory(self, example: PyTree) -> Memory:
         """Return the memory in bytes that `init` will take, leaf by leaf, and allocate nothing.
 
         Args:

@@ -18,6 +18,7 @@ from jaxreplay.buffers import memory, step_checks
 from jaxreplay.buffers.adopt import adopted, merged
 from jaxreplay.buffers.drop import dropped
 from jaxreplay.buffers.map_rows import rows_mapped
+from jaxreplay.buffers.memory import Memory
 from jaxreplay.buffers.state_checks import check_state, example_of
 from jaxreplay.samplers import Sampler
 from jaxreplay.storage import newest_row, platforms, row_flags, writes
@@ -190,7 +191,7 @@ class ReplayBuffer(Static, Generic[T]):
         leaves, structure = jax.tree.flatten(example)
         return _compiled_empty(self, structure, tuple(leaves), self.layout().platform)
 
-    def memory(self, example: PyTree) -> memory.Memory:
+    def memory(self, example: PyTree) -> Memory:
         """Return the memory in bytes that `init` will take, leaf by leaf, and allocate nothing.
 
         Args:

@@ -14,6 +14,7 @@ from jaxreplay._util.names import has_shapes
 from jaxreplay._util.serialization import tell_flax
 from jaxreplay._util.struct import Node, Static
 from jaxreplay.buffers import memory, step_checks
+from jaxreplay.buffers.memory import Memory
 from jaxreplay.buffers.state_checks import check_state, row_of
 from jaxreplay.buffers.trajectories import CHUNK_BYTES, check_trajectories, write_trajectories
 from jaxreplay.samplers.sampler import plus
@@ -144,7 +145,7 @@ class Rollout(Static):
             memory.check_fits("init", self.memory(example))
         return self._empty(example)
 
-    def memory(self, example: PyTree) -> memory.Memory:
+    def memory(self, example: PyTree) -> Memory:
         """Return the memory in bytes that `init` will take, leaf by leaf, and allocate nothing.
 
         Args:

@@ -47,6 +47,7 @@ class Objects(Files):
 
     def __init__(self, spec: Any, timeout: float):
         self._timeout = timeout
+        _no_value()
         if isinstance(spec, str):
             self.name, spec = spec, f"{spec.removesuffix('/')}/"
         elif not isinstance(spec, ts.KvStore):
@@ -155,9 +156,15 @@ class _RefusedError(OSError):
 
 @functools.cache
 def _no_value() -> bytes:
-    """Return what a write must find where there is no object yet."""
+    """Return what a write must find where there is no object yet. Raises an ImportError if
+    TensorStore cannot read a part of an object."""
     empty = ts.KvStore.open("memory://", context=ts.Context()).result()
-    return empty.read("none").result().stamp.generation
+    try:
+        return empty.read("none", byte_range=slice(0, 0)).result().stamp.generation
+    except TypeError:
+        raise ImportError(
+            "an object store needs tensorstore 0.1.81 or newer, which reads a part of an object"
+        ) from None
 
 
 @functools.cache
