@@ -5,7 +5,8 @@
 # make docs      builds the docs into out/docs, and runs every code cell
 # make examples  runs every example in full (20 minutes)
 # make recipes   runs the steps, and compares the stacked frames, of env libraries that are not among the tests' own (Brax, Jumanji, Craftax, EnvPool)
-# make datasets  reads what LeRobot, TensorFlow Datasets, flashbax and zarr write, beside LeRobot's and OGBench's own loaders
+# make datasets  reads what TensorFlow Datasets, flashbax and zarr write, beside OGBench's own loader
+# make matrix    installs this library beside LeRobot, Isaac Lab, TorchRL and others, one at a time, and tests it there; writes a table of docs/install.md (NEIGHBOUR=brax: one)
 # make compat    older and newer JAX and Python; the tests of flashbax, Brax and Stable-Baselines3 over our buffers (20 minutes)
 # make soak PART=NAME    the same checks at full size, a part of at most 20 minutes
 # make mutations  breaks the package one line at a time, which a test must notice each time
@@ -27,7 +28,7 @@ PYTEST := -m pytest -q -n 2 --dist loadgroup
 # gymnax 1.0.1 declares jax < 0.12 but runs on it, so that it is installed without its dependencies, and these are named here. Minari 0.5.4 needs Pillow.
 EXAMPLES := flax optax matplotlib tqdm six gymnasium seaborn "minari[hdf5]" pillow
 
-.PHONY: demo docs dist workflows datasets examples ruff lint quick oldest test test-all test-oldest mutants mutations compat soak recipes bench gpu aot clean
+.PHONY: demo docs dist workflows matrix datasets examples ruff lint quick oldest test test-all test-oldest mutants mutations compat soak recipes bench gpu aot clean
 $(VENV)/installed: Makefile pyproject.toml constraints.txt
 	$(call environment,$(VENV))
 	$(PIP) install -c constraints.txt --group test --group dev -e ".[torch,sb3,checkpoint,lerobot,ray]" $(EXAMPLES)
@@ -155,7 +156,7 @@ PART_disk := checkpoint_writers tiered_disk
 PART_signals := checkpoint_interrupts
 PART_resize := changed_buffer opened
 PART_examples := examples
-PART_compat := flashbax brax orbax
+PART_compat := flashbax brax orbax neighbours
 PART_gpu := oracle_streams laws $(AS_ON_ONE_CORE)
 PART_gpu_more := $(AS_ON_ONE_REST)
 PART_tpu := oracle_streams laws bundle $(AS_ON_ONE_CORE)
@@ -192,19 +193,21 @@ recipes: $(RECIPES)/installed
 	$(RECIPES)/bin/python -m pytest -q tests/test_examples.py -k of_each_library
 	$(RECIPES)/bin/python examples/steps.py
 
-# The other libraries without the dependencies that they declare: LeRobot's PyTorch is an older one.
 PEERS := .venv-datasets
 $(PEERS)/installed: Makefile pyproject.toml constraints.txt
 	$(call environment,$(PEERS))
-	$(PEERS)/bin/pip --disable-pip-version-check -q install -c constraints.txt --group test -e ".[checkpoint,lerobot,torch]" flashbax "minari[hdf5]" requests tqdm pandas packaging filelock typing_extensions
-	$(PEERS)/bin/pip --disable-pip-version-check -q install --no-deps lerobot==0.4.4 torchvision==0.22.1 "numpy==2.3.*" datasets==4.8.5 "huggingface-hub<1" accelerate safetensors jsonlines draccus==0.10.0 \
-		multiprocess dill xxhash fsspec aiohttp einops deepdiff termcolor orderly-set mergedeep pyyaml pyyaml-include toml typing_inspect mypy_extensions hf_xet aiosignal frozenlist multidict yarl \
-		propcache aiohappyeyeballs httpx httpcore anyio h11 tensorflow-datasets array_record etils "protobuf<7" promise dm-tree immutabledict simple_parsing docstring_parser \
-		importlib_resources zipp tensorflow-metadata googleapis-common-protos wrapt psutil ogbench zarr numcodecs donfig google-crc32c
+	$(PEERS)/bin/pip --disable-pip-version-check -q install -c constraints.txt --group test -e ".[checkpoint,lerobot]" flashbax "minari[hdf5]" tensorflow-datasets ogbench zarr
 	touch $@
 
 datasets: $(PEERS)/installed
 	$(PEERS)/bin/python -m pytest -q tests/test_dataset_peers.py tests/test_dataset_files.py tests/test_lerobot.py
+
+$(VENV)/matrix: $(VENV)/installed
+	$(PIP) install uv
+	touch $@
+
+matrix: $(VENV)/matrix
+	$(BIN)/python -m tests.compat.matrix $(if $(NEIGHBOUR),"$(NEIGHBOUR)")
 
 bench: $(VENV)/bench
 	$(BIN)/python benchmarks/run.py

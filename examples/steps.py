@@ -121,11 +121,23 @@ def gymnax(num_steps):
 
 
 def brax(num_steps):
-    """Brax, and MuJoCo Playground with its wrappers: `done` is 1 for truncations too, and the
-    final observation is lost."""
+    """Brax: `done` is 1 for truncations too, and the final observation is lost."""
     from brax import envs
 
     env = envs.create("fast", episode_length=20, auto_reset=True, batch_size=NUM_ENVS)
+    return stepped(env, env.reset(jax.random.key(0)), num_steps)
+
+
+def playground(num_steps):
+    """MuJoCo Playground with its wrappers, which are as Brax's, and take raw keys."""
+    from mujoco_playground import registry, wrapper
+
+    env = wrapper.wrap_for_brax_training(registry.load("CartpoleBalance"), episode_length=20)
+    return stepped(env, env.reset(jax.random.split(jax.random.PRNGKey(0), NUM_ENVS)), num_steps)
+
+
+def stepped(env, env_state, num_steps):
+    """Add the steps of Brax's interface."""
     buffer = buffer_of(jr.autoreset.BRAX)
 
     def act(carry, key):
@@ -142,7 +154,6 @@ def brax(num_steps):
         )
         return (buffer.add(state, step), env_state.obs, env_state), None
 
-    env_state = env.reset(jax.random.key(0))
     action = jnp.zeros(env.action_size)
     return inspected(buffer, act, env_state.obs, env_state, action, num_steps)
 
@@ -323,6 +334,7 @@ RECIPES = {
     "envpool": [envpool],
     "gymnax": [gymnax],
     "brax": [brax],
+    "mujoco_playground": [playground],
     "jumanji": [jumanji],
     "craftax": [craftax],
     "jaxmarl": [jaxmarl],

@@ -1,4 +1,5 @@
-"""Data that other libraries wrote, beside what they read of it: `make datasets` has them all."""
+"""Data that other libraries wrote, beside what they read of it: `make datasets` has
+them, and `make matrix` LeRobot."""
 
 import os
 import pathlib
@@ -30,25 +31,13 @@ def rows_of(replay, state):
     return [nth(batch.experience, which) for which in np.flatnonzero(batch.is_valid)]
 
 
-@pytest.fixture
-def lerobot(monkeypatch):
-    """LeRobot's module of datasets. Its pins of PyTorch and torchvision are older than the PyTorch
-    here; none of torchvision's kernels is needed, so they need not be there."""
-    pytest.importorskip("lerobot", reason="make datasets has it")
-    torch = pytest.importorskip("torch")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.library, "register_fake", lambda *_, **__: lambda function: function)
-        import torchvision  # noqa: F401
-    from lerobot.datasets import lerobot_dataset
-
-    return lerobot_dataset.LeRobotDataset
-
-
 LENGTHS = (7, 4, 2, 9)  # LeRobot cannot join a video of one frame
 
 
-def write_lerobot(cls, root):
+def write_lerobot(root):
+    from lerobot.configs.video import RGBEncoderConfig
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
     feature = lambda kind, *shape, names=None: {"dtype": kind, "shape": shape, "names": names}
     sides = ["height", "width", "channels"]
     features = {
@@ -59,7 +48,8 @@ def write_lerobot(cls, root):
         "next.reward": feature("float32", 1),
         "next.done": feature("bool", 1),
     }
-    dataset = cls.create("a/b", 10, features, root=root, use_videos=True, vcodec="h264")
+    h264 = RGBEncoderConfig(vcodec="h264")
+    dataset = LeRobotDataset.create("a/b", 10, features, root=root, rgb_encoder=h264)
     r = np.random.default_rng(0)
     for index, length in enumerate(LENGTHS):
         for frame in range(length):
@@ -81,14 +71,18 @@ def write_lerobot(cls, root):
 
 
 @pytest.mark.parametrize("episodes", [None, [3, 0]])
-def test_chunks_are_those_of_lerobots_own_loader(lerobot, tmp_path, episodes):
+def test_chunks_are_those_of_lerobots_own_loader(monkeypatch, tmp_path, episodes):
     """Images and frames of videos, histories, chunks of actions, and what is padded."""
-    write_lerobot(lerobot, tmp_path / "d")
+    pytest.importorskip("lerobot", reason="make matrix has it")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    write_lerobot(tmp_path / "d")
     tenths = lambda *offsets: [offset / 10 for offset in offsets]
     top, wrist = "observation.images.top", "observation.images.wrist"
     deltas = {"action": tenths(0, 1, 2, 3)}
     deltas |= dict.fromkeys(("observation.state", top, wrist), tenths(-1, 0))
-    theirs = lerobot(
+    theirs = LeRobotDataset(
         "a/b", tmp_path / "d", episodes=episodes, delta_timestamps=deltas, video_backend="pyav"
     )
     source = datasets.open_lerobot(tmp_path / "d", episodes=episodes)

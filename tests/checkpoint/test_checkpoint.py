@@ -349,18 +349,19 @@ def test_leaves_of_any_name_and_dtype(example, tmp_path):
     assert all(len(path.name) < 256 for path in tmp_path.rglob("*"))
 
 
-def test_metadata_and_paths_of_any_kind(tmp_path):
+@pytest.mark.parametrize("path", ["memory://somewhere/else", "a%20b c#d"], ids=["store", "folder"])
+def test_metadata_and_paths_of_any_kind(path, tmp_path):
     replay, state = items(), begun(items(), 4)
-    for path in (tmp_path / "a%20b c#d", "memory://somewhere/else"):
-        one, other = Checkpointer(path, replay, max_to_keep=1), Checkpointer(path, replay)
-        for number in range(3):
-            one.save(state, number, metadata={"episodes": number})
-        assert one.all_steps() == [2]
-        for _ in range(2):
-            check_is(other, state)
-            assert other.metadata == {"episodes": 2}
-            other.metadata["episodes"] = 4  # the caller's copy
-    assert [path.name for path in tmp_path.iterdir()] == ["a%20b c#d"]
+    given = path if path.startswith("memory:") else tmp_path / path
+    one, other = Checkpointer(given, replay, max_to_keep=1), Checkpointer(given, replay)
+    for number in range(3):
+        one.save(state, number, metadata={"episodes": number})
+    assert one.all_steps() == [2]
+    for _ in range(2):
+        check_is(other, state)
+        assert other.metadata == {"episodes": 2}
+        other.metadata["episodes"] = 4  # the caller's copy
+    assert [found.name for found in tmp_path.iterdir()] == [path] * (given != path)
 
 
 def test_a_rollout_is_saved_too(tmp_path):

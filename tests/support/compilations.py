@@ -102,4 +102,5 @@ def count_programs(function=None):
     try:
         yield lambda: counts[f"jit({function})"] if function else counts.total()
     finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
+        if hasattr(jax.monitoring, "unregister_event_duration_listener"):  # an older JAX lacks it
+            jax.monitoring.unregister_event_duration_listener(listen)
