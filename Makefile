@@ -196,7 +196,7 @@ recipes: $(RECIPES)/installed
 PEERS := .venv-datasets
 $(PEERS)/installed: Makefile pyproject.toml constraints.txt
 	$(call environment,$(PEERS))
-	$(PEERS)/bin/pip --disable-pip-version-check -q install -c constraints.txt --group test -e ".[checkpoint,lerobot]" flashbax "minari[hdf5]" tensorflow-datasets ogbench zarr
+	$(PEERS)/bin/pip --disable-pip-version-check -q install -c constraints.txt --group test -e ".[checkpoint,lerobot]" flashbax "minari[hdf5]" tensorflow-datasets importlib_resources ogbench zarr
 	touch $@
 
 datasets: $(PEERS)/installed

@@ -38,7 +38,7 @@ def signatures():
 
 
 def signatures_of_actors():
-    """Yield a line for each name of the reference: a user makes a `Feed`, `start` makes the others."""
+    """Yield a line for each name of the reference. Users make a `Feed`, `start` the others."""
     page = (ROOT / "docs" / "api" / "actors.md").read_text()
     entry = r"auto(?:class|function):: (\w+)(?:\n +:members: (.*))?"
     for name, members in re.findall(entry, page):
