@@ -103,13 +103,12 @@ def _verify(options: argparse.Namespace) -> tuple[str, int]:
     return text, int(any(one.problems for one in found))
 
 
-def _info(options: argparse.Namespace) -> tuple[str, int]:
+def _info(_: argparse.Namespace) -> tuple[str, int]:
     """Return the versions of this machine's Python, of the library and of all that it may use, and
     JAX's devices."""
-    del options
     versions = {"Python": platform.python_version(), "platform": platform.platform()}
-    needed = map(_name_of, importlib.metadata.requires("jaxreplay") or ())
-    for name in ("jaxreplay", "jaxlib", *needed):
+    for line in ("jaxreplay", "jaxlib", *(importlib.metadata.requires("jaxreplay") or ())):
+        name = re.split(r"[^\w.-]", line)[0]
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -119,10 +118,6 @@ def _info(options: argparse.Namespace) -> tuple[str, int]:
     except RuntimeError as error:
         versions["devices"] = str(error)
     return "\n".join(f"{name}: {found}" for name, found in versions.items()), 0
-
-
-def _name_of(requirement: str) -> str:
-    return re.split(r"[^\w.-]", requirement)[0]
 
 
 if __name__ == "__main__":

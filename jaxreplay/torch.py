@@ -18,7 +18,6 @@ from jaxreplay._util.names import name_of
 from jaxreplay.buffers.rollout import RolloutState
 from jaxreplay.samplers.sum_tree import SumTreeState
 from jaxreplay.storage.state import ReplayState
-from jaxreplay.storage.stored_arrays import num_bits
 
 try:
     import torch
@@ -26,12 +25,14 @@ except ImportError as error:
     raise ImportError("jaxreplay.torch needs PyTorch: pip install 'jaxreplay[torch]'") from error
 
 _STATES = (ReplayState, RolloutState, SumTreeState)
-_NARROW_BITS = 8  # narrower numbers have no tensor type, or share bytes
-_CAST = {torch.int64: torch.int32, torch.float64: torch.float32, torch.complex128: torch.complex64}
-if hasattr(torch, "uint64"):  # from PyTorch 2.3 on
-    _CAST[torch.uint64] = torch.uint32
+_CAST = {
+    torch.int64: torch.int32,
+    torch.uint64: torch.uint32,
+    torch.float64: torch.float32,
+    torch.complex128: torch.complex64,
+}
 # What the two libraries raise for a dtype that DLPack, or one of them, does not have.
-_NO_DLPACK = (BufferError, NotImplementedError, RuntimeError, TypeError, ValueError)
+_NO_DLPACK = (BufferError, RuntimeError, TypeError, ValueError)
 
 
 def to_torch(tree: PyTree) -> Any:
@@ -175,8 +176,8 @@ def _reason_against_array(leaf: Any) -> str | None:
         )
     if not _has_tensors(leaf.dtype):
         return (
-            f"is {leaf.dtype.name}, which does not go to torch {torch.__version__} from JAX "
-            f"{jax.__version__}; write x.astype(jnp.int8), or another dtype of at least 8 bits"
+            f"is {leaf.dtype.name}, which does not go from JAX {jax.__version__} to torch "
+            f"{torch.__version__}; write x.astype(jnp.int8), or another dtype of at least 8 bits"
         )
     return None
 
@@ -189,20 +190,20 @@ def _is_key(dtype: Any) -> bool:
 @functools.cache
 def _has_tensors(dtype: Any) -> bool:
     """Return whether arrays of this dtype become tensors of the dtype of that name."""
-    if dtype != np.bool_ and num_bits(dtype) < _NARROW_BITS:
-        return False
     try:
-        found = torch.from_dlpack(jax.device_put(np.zeros(1, dtype))).dtype
-        return found == getattr(torch, dtype.name, None)
+        # of NumPy's own dtypes, some would be narrowed here
+        return dtype.isbuiltin == 1 or torch.from_dlpack(
+            jax.device_put(np.zeros(1, dtype))
+        ).dtype == getattr(torch, dtype.name, None)
     except _NO_DLPACK:
         return False
 
 
 @functools.cache
 def _has_arrays(dtype: torch.dtype) -> bool:
-    """Return whether tensors of this dtype become arrays."""
+    """Return whether tensors of this dtype, or of the narrower one, become arrays."""
     try:
-        one = torch.empty(1, dtype=dtype)
+        one = torch.empty(1, dtype=_CAST.get(dtype, dtype))
         jax.dlpack.from_dlpack(one.copy_(one))
         return True
     except _NO_DLPACK:
@@ -221,11 +222,8 @@ def _reason_against_tensor(leaf: Any, *, cast: bool) -> str | None:
             f"is {leaf.dtype}, which JAX would cut to 32 bits; pass cast=True, or call "
             'jax.config.update("jax_enable_x64", True)'
         )
-    if not _has_arrays(leaf.dtype if _has_64_bits() else _CAST.get(leaf.dtype, leaf.dtype)):
-        return (
-            f"is {leaf.dtype}, which does not go to JAX {jax.__version__} from torch "
-            f"{torch.__version__}; write x.to(torch.float32), or another dtype"
-        )
+    if not _has_arrays(leaf.dtype):
+        return f"is {leaf.dtype}, which JAX {jax.__version__} does not take; write x.float()"
     return None
 
 

@@ -10,8 +10,8 @@ from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay._util.names import has_shapes, named, spec_text
 from jaxreplay._util.serialization import tell_flax
 from jaxreplay._util.struct import Node, Static
-from jaxreplay.buffers import memory, step_checks
-from jaxreplay.buffers.memory import Memory
+from jaxreplay.buffers import step_checks
+from jaxreplay.buffers.memory import Memory, check_fits, memory_of
 from jaxreplay.buffers.state_checks import check_state, row_of
 from jaxreplay.samplers.sampler import plus
 from jaxreplay.storage import ring, stored_arrays
@@ -161,7 +161,7 @@ class Groups(Static):
                 f"[]; it has {has}"
             )
         if not checks.is_tracing():
-            memory.check_fits("init", self.memory(example))
+            check_fits("init", self.memory(example))
         return self._empty(example)
 
     def memory(self, example: PyTree) -> Memory:
@@ -171,7 +171,7 @@ class Groups(Static):
           example: One completion, as for `init`.
         """
         shapes = jax.eval_shape(self._empty, step_checks.as_example("memory", example))
-        return memory.memory_of(shapes, self.group_size * self.capacity)
+        return memory_of(shapes, self.group_size * self.capacity)
 
     def _empty(self, example: PyTree) -> GroupsState:
         rows = lambda leaf: stored_arrays.zeros(self.group_size * self.capacity, leaf)

@@ -14,11 +14,11 @@ from jaxreplay._util.aliases import Autoreset, Key, PyTree
 from jaxreplay._util.names import kind_of
 from jaxreplay._util.serialization import tell_flax
 from jaxreplay._util.struct import Static
-from jaxreplay.buffers import memory, step_checks
+from jaxreplay.buffers import step_checks
 from jaxreplay.buffers.adopt import adopted, merged
 from jaxreplay.buffers.drop import dropped
 from jaxreplay.buffers.map_rows import rows_mapped
-from jaxreplay.buffers.memory import Memory
+from jaxreplay.buffers.memory import Memory, check_fits, memory_of
 from jaxreplay.buffers.state_checks import check_state, example_of
 from jaxreplay.samplers import Sampler
 from jaxreplay.storage import newest_row, platforms, row_flags, writes
@@ -187,7 +187,7 @@ class ReplayBuffer(Static, Generic[T]):
             read = lambda key: self.get(self._empty(example), jnp.zeros(1, jnp.int32), key)
             jax.eval_shape(read, jax.random.key(0))
         if not checks.is_tracing():  # while tracing, nothing is allocated yet
-            memory.check_fits("init", self.memory(example))
+            check_fits("init", self.memory(example))
         leaves, structure = jax.tree.flatten(example)
         return _compiled_empty(self, structure, tuple(leaves), self.layout().platform)
 
@@ -200,7 +200,7 @@ class ReplayBuffer(Static, Generic[T]):
         leaves, structure = jax.tree.flatten(self._example("memory", example))
         # traced once for an example, and compiled by `init`
         given = self, structure, tuple(leaves), self.layout().platform
-        return memory.memory_of(_compiled_empty.eval_shape(*given), self.capacity)
+        return memory_of(_compiled_empty.eval_shape(*given), self.capacity)
 
     def _example(self, where: str, example: PyTree) -> Any:
         """Return the shapes and dtypes of one env's step, or of an item."""

@@ -13,8 +13,8 @@ from jaxreplay._util.aliases import Autoreset, Key, PyTree
 from jaxreplay._util.names import has_shapes
 from jaxreplay._util.serialization import tell_flax
 from jaxreplay._util.struct import Node, Static
-from jaxreplay.buffers import memory, step_checks
-from jaxreplay.buffers.memory import Memory
+from jaxreplay.buffers import step_checks
+from jaxreplay.buffers.memory import Memory, check_fits, memory_of
 from jaxreplay.buffers.state_checks import check_state, row_of
 from jaxreplay.buffers.trajectories import CHUNK_BYTES, check_trajectories, write_trajectories
 from jaxreplay.samplers.sampler import plus
@@ -142,7 +142,7 @@ class Rollout(Static):
         tell_flax()
         example = self._example("init", example)
         if not checks.is_tracing():  # while tracing, nothing is allocated yet
-            memory.check_fits("init", self.memory(example))
+            check_fits("init", self.memory(example))
         return self._empty(example)
 
     def memory(self, example: PyTree) -> Memory:
@@ -152,7 +152,7 @@ class Rollout(Static):
           example: One env's step, as for `init`.
         """
         example = self._example("memory", example)
-        return memory.memory_of(jax.eval_shape(self._empty, example), self.length * self.num_envs)
+        return memory_of(jax.eval_shape(self._empty, example), self.length * self.num_envs)
 
     def add(self, state: RolloutState, step: PyTree) -> RolloutState:
         """Append one step of every env.

@@ -14,8 +14,9 @@ from jaxreplay._util import checks, xla
 from jaxreplay._util.aliases import PyTree
 from jaxreplay._util.names import kind_of
 from jaxreplay._util.struct import Static
-from jaxreplay.buffers import memory, step_checks
+from jaxreplay.buffers import step_checks
 from jaxreplay.buffers.jitted import buffer_of
+from jaxreplay.buffers.memory import Memory, check_fits
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import of_another_kind
 from jaxreplay.buffers.verbs import VERBS
@@ -143,19 +144,19 @@ class Sharded(_Base[T]):
         """
         local = self.local
         if not checks.is_tracing():
-            memory.check_fits("init", self._memory_here(example))
+            check_fits("init", self._memory_here(example))
         specs = checks.specs("init", example)
         make = self._mapped(lambda: local.stacked(local.init(specs)), (), P(self.axis))
         return jax.jit(make)()
 
-    def _memory_here(self, example: PyTree) -> memory.Memory:
+    def _memory_here(self, example: PyTree) -> Memory:
         """Return the memory that `init` takes where one device's free memory is known: that of one
         part or, as the CPU devices of a process share the host's, of all its parts."""
         of_part = self.local.memory(example)
         here = self.mesh.local_devices
         num = len(here) if here and here[0].platform == "cpu" else 1
         leaves = {name: num * size for name, size in of_part.leaves.items()}
-        return memory.Memory(leaves, num * of_part.capacity)
+        return Memory(leaves, num * of_part.capacity)
 
     def from_local(self, tree: PyTree, axis: int = 0) -> PyTree:
         """Return global arrays of which this process has its own envs' part.

@@ -77,7 +77,7 @@ NEIGHBOURS = {
     "Isaac Lab 2": Neighbour("isaaclab==2.3.2.post1 torch==2.7.0 jax<0.6", **ISAAC, python="3.11"),
     "PyTorch 2.12": Neighbour("torch==2.12.*", **ISAAC, python="3.13"),
     "PyTorch 2.5": Neighbour("torch==2.5.*", **ISAAC, python="3.11"),
-    "PyTorch 2.1": Neighbour("torch==2.1.* numpy<2", **ISAAC, python="3.11"),
+    "PyTorch 2.3": Neighbour("torch==2.3.* numpy<2", **ISAAC, python="3.11"),
     "TorchRL": Neighbour(
         "torchrl gymnasium", "its losses", "[torch]", "tests/compat/test_neighbours.py"
     ),
