@@ -203,8 +203,7 @@ def _has_tensors(dtype: Any) -> bool:
 def _has_arrays(dtype: torch.dtype) -> bool:
     """Return whether tensors of this dtype, or of the narrower one, become arrays."""
     try:
-        one = torch.empty(1, dtype=_CAST.get(dtype, dtype))
-        jax.dlpack.from_dlpack(one.copy_(one))
+        jax.dlpack.from_dlpack(torch.empty(1, dtype=_CAST.get(dtype, dtype)).clone())
         return True
     except _NO_DLPACK:
         return False
