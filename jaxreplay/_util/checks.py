@@ -18,6 +18,7 @@ from jaxreplay._util.names import name_of, named, spec_text
 
 _ROUNDED = np.dtype(np.float64), np.dtype(np.float32)
 _WHOLE = 2.0**24  # float32 has all smaller whole numbers
+UNLESS_X64 = "which is what JAX has unless jax_enable_x64 is on"
 _outside: Any = None  # the state of tracing outside of `jit`
 _NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
@@ -302,6 +303,9 @@ def reason_against(leaf: Any) -> str | None:
         if isinstance(leaf, bool | int | float | complex) or hasattr(leaf, "__jax_array__"):
             return None
         dtype = np.asarray(leaf).dtype
+    if isinstance(leaf, np.ndarray) and (lost := lost_integer(leaf)) is not None:
+        narrow = jax.dtypes.canonicalize_dtype(dtype)
+        return f"{lost} cannot be stored as {narrow}, {UNLESS_X64}"
     is_number = jnp.issubdtype(dtype, np.number) or dtype == np.bool_
     if is_number and dtype.itemsize <= 8 * (1 + (dtype.kind == "c")):
         return (
@@ -311,6 +315,14 @@ def reason_against(leaf: Any) -> str | None:
         )
     what = f"an array of {dtype}" if isinstance(leaf, np.ndarray) else f"a {type(leaf).__name__}"
     return f"{what} cannot be stored, only numbers of JAX's dtypes, and arrays of them"
+
+
+def lost_integer(array: np.ndarray) -> int | None:
+    """Return an integer that JAX, as it is set, would cut to 32 bits; None if there is none."""
+    if array.dtype not in (np.int64, np.uint64):
+        return None
+    is_lost = array.astype(jax.dtypes.canonicalize_dtype(array.dtype)) != array
+    return int(array[is_lost][0]) if is_lost.any() else None
 
 
 def _spec(where: str, path: Any, leaf: Any) -> jax.ShapeDtypeStruct:

@@ -284,7 +284,8 @@ def jit(buffer: B) -> B:
     function.
 
     NumPy input is copied first. JAX may read an array after the call has returned. By then, an env
-    that reuses its observation array may have written the next observation into it.
+    that reuses its observation array may have written the next observation into it. Integers that
+    JAX would cut to 32 bits are an error.
 
     Args:
       buffer: A `ReplayBuffer`, `Rollout`, `Groups` or `Mixture`, or the result of
@@ -328,8 +329,10 @@ def _owned(where: str, tree: PyTree) -> Any:
         return tree
 
     def own(leaf: Any) -> Any:
-        if isinstance(leaf, np.ma.MaskedArray):
+        if not isinstance(leaf, np.ndarray):
+            return leaf
+        if isinstance(leaf, np.ma.MaskedArray) or checks.lost_integer(leaf) is not None:
             checks.check_storable(where, tree)
-        return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
+        return np.array(leaf)
 
     return jax.tree.map(own, tree)

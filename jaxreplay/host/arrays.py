@@ -96,7 +96,7 @@ def fit(name: str, array: np.ndarray) -> np.ndarray:
         name,
         array,
         jax.dtypes.canonicalize_dtype(array.dtype),
-        "which is what JAX has unless jax_enable_x64 is on",
+        checks.UNLESS_X64,
     )
 
 

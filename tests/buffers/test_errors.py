@@ -84,6 +84,8 @@ LOST = {
     "np.ma.array([1.0, 2.0], mask=[0, 1], dtype=np.float32)": (
         "a masked array would lose its mask: write x.filled(value)"
     ),
+    "np.array([7, 2**40 + 5])": "1099511627781 cannot be stored as int32, which is what JAX has",
+    "np.array([7, 2**63], np.uint64)": "9223372036854775808 cannot be stored as uint32",
     "np.zeros(2, '>f4')": "its byte order is not native",
 }
 
