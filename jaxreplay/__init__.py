@@ -28,6 +28,9 @@
 14
 """
 
+import importlib as _importlib
+import typing as _typing
+
 from jaxreplay import actors, autoreset, samplers, targets, types, views
 from jaxreplay._util import serialization as _serialization
 from jaxreplay._util.signals import defer_interrupts as defer_interrupts
@@ -68,7 +71,7 @@ from jaxreplay.samplers import (
     WithoutReplacement,
 )
 from jaxreplay.samplers.blend import blend
-from jaxreplay.stateful.opened import open
+from jaxreplay.stateful.opened import open as open  # not in `__all__`, as it is a builtin, too
 from jaxreplay.stateful.replay import Replay
 from jaxreplay.storage.state import ReplayState
 from jaxreplay.targets import gae, masked_mean, sequence_priority, vtrace
@@ -110,7 +113,6 @@ __all__ = [
     "jit",
     "masked_mean",
     "mix",
-    "open",
     "plan",
     "prioritized",
     "relabel",
@@ -130,3 +132,29 @@ __all__ = [
 ]
 
 _serialization.tell_flax()
+
+
+# Packages whose dependencies are extras, or that take time to import.
+_LAZY = ("checkpoint", "compat", "datasets", "sb3", "torch")
+
+if _typing.TYPE_CHECKING:
+    from jaxreplay import (
+        checkpoint as checkpoint,
+        compat as compat,
+        datasets as datasets,
+        sb3 as sb3,
+        torch as torch,
+    )
+else:
+
+    def __getattr__(name: str) -> _typing.Any:
+        if name not in _LAZY:
+            raise AttributeError(f"jaxreplay has no {name}")
+        try:
+            return _importlib.import_module(f"jaxreplay.{name}")
+        except ImportError as error:  # what `hasattr` expects
+            raise AttributeError(str(error)) from error
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "open", *_LAZY]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
 import jax
 
 from jaxreplay._util.aliases import PyTree
-from jaxreplay._util.hints import unknown_field
+from jaxreplay._util.hints import no_item_field, unknown_field
 from jaxreplay._util.struct import Node
 
 T = TypeVar("T")  # the type of a view's items, such as `Transition`
@@ -80,6 +80,9 @@ class Transition(Node):
       Sutton and Barto, "Reinforcement Learning" (2018),
       http://incompleteideas.net/book/the-book-2nd.html, section 7.1.
     """
+
+    if not TYPE_CHECKING:  # a type checker knows the fields
+        __getattr__ = no_item_field
 
     obs: PyTree
     action: PyTree
@@ -168,6 +171,9 @@ class SequenceBatch(Node):
         axis, too. Default: None, without `num_agents`.
     """
 
+    if not TYPE_CHECKING:  # a type checker knows the fields
+        __getattr__ = no_item_field
+
     obs: PyTree
     action: PyTree
     reward: jax.Array
@@ -195,6 +201,9 @@ class Pair(Node):
       extras: Pytree with leaves [B, ...]. The extras of the candidate row.
     """
 
+    if not TYPE_CHECKING:  # a type checker knows the fields
+        __getattr__ = no_item_field
+
     obs: PyTree
     action: PyTree
     future_obs: PyTree
@@ -215,6 +224,9 @@ class Chunk(Node):
       alive: bool[B, H, A]. True for the agents that acted, False in padding. Default: None, without
         `num_agents`.
     """
+
+    if not TYPE_CHECKING:  # a type checker knows the fields
+        __getattr__ = no_item_field
 
     obs: PyTree
     action: PyTree

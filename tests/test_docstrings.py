@@ -43,6 +43,7 @@ def public_of(module_name):
     except ImportError:  # its extra is not installed
         return
     names = getattr(module, "__all__", [name for name in vars(module) if name[0] != "_"])
+    names = [*names, "open"] if module is jaxreplay else names  # a star import leaves it out
     for name in names:
         value = getattr(module, name)
         # A file without `__all__` has also what it imports for its own use.

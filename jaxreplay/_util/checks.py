@@ -249,7 +249,11 @@ def check_leaves(where: str, got: Any, expected: Specs, hint: str) -> None:
     )
     bad = []
     for path, spec in expected_leaves.items():
-        if path not in got_leaves:
+        if f"{path}.0" in got_leaves:
+            of_list = [one for one in got_leaves if one.startswith(f"{path}.")]
+            got_leaves = {one: got_leaves[one] for one in got_leaves if one not in of_list}
+            bad.append(f"{path}: got {len(of_list)} leaves of a list: write np.array({path})")
+        elif path not in got_leaves:
             bad.append(f"{path}: missing, expected {spec_text(spec)}")
         elif (got_leaves[path].shape, got_leaves[path].dtype) != (spec.shape, spec.dtype):
             bad.append(f"{path}: got {spec_text(got_leaves[path])}, expected {spec_text(spec)}")

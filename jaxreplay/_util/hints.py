@@ -13,6 +13,7 @@ _OTHER_ARGUMENTS = {
     "n": "n_step",
     "max_length": "capacity",
     "max_size": "capacity",
+    "size": "capacity",
     "buffer_size": "capacity",
     "replay_capacity": "capacity",
     "max_length_time_axis": "capacity",
@@ -58,6 +59,19 @@ _OTHER_STEP_FIELDS = (
         "truncations": "a time limit's flag is called truncated",
     }
 )
+# Fields of a batch's items in other libraries, and here.
+_OTHER_ITEM_FIELDS = {
+    "first": "",
+    "second": "next_obs",
+    "observation": "obs",
+    "observations": "obs",
+    "next_observation": "next_obs",
+    "next_observations": "next_obs",
+    "actions": "action",
+    "rewards": "reward",
+    "done": "discount, which is 0 where an episode was terminated",
+    "dones": "discount, which is 0 where an episode was terminated",
+}
 # Fields of a batch in other libraries, and here.
 _OTHER_FIELDS = {
     "items": "batch.experience",
@@ -66,14 +80,6 @@ _OTHER_FIELDS = {
     "probabilities": "batch.probability",
     "weights": "batch.weight",
     "mask": "batch.is_valid",
-    "first": "batch.experience",
-    "second": "batch.experience.next_obs",
-    "observations": "batch.experience.obs",
-    "next_observations": "batch.experience.next_obs",
-    "actions": "batch.experience.action",
-    "rewards": "batch.experience.reward",
-    "done": "batch.experience.discount, which is 0 where an episode was terminated",
-    "dones": "batch.experience.discount, which is 0 where an episode was terminated",
 }
 
 
@@ -98,6 +104,15 @@ def step_fields(unknown: Iterable[str]) -> list[str]:
 
 def unknown_field(name: str, experience: Any) -> str:
     """Return the text for an unknown field of a batch. `experience`: the batch's items."""
-    fields = getattr(experience, "__dataclass_fields__", {})
-    meant = f"batch.experience.{name}" if name in fields else _OTHER_FIELDS.get(name)
+    is_own = name in getattr(experience, "__dataclass_fields__", {})
+    field = name if is_own else _OTHER_ITEM_FIELDS.get(name)
+    meant = _OTHER_FIELDS.get(name) if field is None else f"batch.experience.{field}".rstrip(".")
     return f"a Sample has no {name}" + (f"; did you mean {meant}?" if meant else "")
+
+
+def no_item_field(item: Any, name: str) -> Any:
+    """Raise the AttributeError of an unknown field of a batch's items."""
+    meant = _OTHER_ITEM_FIELDS.get(name, "")
+    has_it = meant.partition(",")[0] in item.__dataclass_fields__
+    hint = f"; did you mean {meant}?" if has_it else ""
+    raise AttributeError(f"a {type(item).__name__} has no {name}{hint}")

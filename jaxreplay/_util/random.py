@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxreplay._util import xla
 from jaxreplay._util.aliases import Key
+from jaxreplay._util.names import kind_of
 
 # High word of the counters, so that no block coincides with one of `jax.random` for the same key.
 _DOMAIN = 0x6A72706C
@@ -31,8 +32,14 @@ def words(key: Key, batch_size: int, purpose: int = 0) -> tuple[jax.Array, jax.A
       batch_size: Number of items B, static.
       purpose: Small int, static; each value gives other bits. The library has 0 for samplers and 1
         to 3 for what uses the same key: take others for more bits of yours. Default: 0.
+
+    Raises:
+      TypeError: `key` is no random key.
     """
-    words = jax.random.key_data(key)
+    try:
+        words = jax.random.key_data(key)
+    except TypeError:
+        raise TypeError(f"expected a random key, jax.random.key(0), got {kind_of(key)}") from None
     if words.shape == (2,):
         high, low = _threefry(
             words,

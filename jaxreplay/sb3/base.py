@@ -176,6 +176,10 @@ class DropInBuffer(buffers.ReplayBuffer):
         with self._monitor:
             return self._owner.whole[1]
 
+    def __repr__(self) -> str:
+        sizes = f"{self.size()} of {self.buffer_size} rows, n_envs={self.n_envs}"
+        return f"{type(self).__name__}({sizes}, device={str(self.device)!r})"
+
     def size(self) -> int:
         """Return the number of transitions stored for each env, rounded down from their mean.
 

@@ -674,6 +674,13 @@ class Replay:
             self._monitor.deliver()
             yield item
 
+    def __repr__(self) -> str:
+        try:
+            rows = f"{len(self)} sampleable rows"
+        except RuntimeError as error:
+            rows = str(error)
+        return f"Replay({rows}, framework={self.framework!r}, buffer={self._buffer!r})"
+
     def __len__(self) -> int:
         """Return the number of sampleable rows."""
         with self._monitor:
@@ -940,7 +947,8 @@ class Replay:
             end = time.monotonic() + seconds if end is None else end
             left = end - time.monotonic()
             if left <= 0:
-                raise TimeoutError(f"after {seconds:g} s: {why()}")
+                after = f"after {seconds:g} s: " if seconds else ""
+                raise TimeoutError(f"{where}: {after}{why()}")
             self._monitor.wait(min(left, 3600.0))
 
     def _seconds(self, where: str, timeout: float | None) -> float:

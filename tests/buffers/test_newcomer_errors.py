@@ -194,6 +194,7 @@ MAKING = {
 
 NAMES = {
     "jr.uniform(max_length=64, batch_size=8)": "takes no max_length; did you mean capacity?",
+    "jr.uniform(size=64, batch_size=8)": "takes no size; did you mean capacity?",
     "jr.uniform(**SIZES, discount=0.99)": "takes no discount; did you mean gamma?",
     "jr.uniform(**SIZES, n_steps=3)": "takes no n_steps; did you mean n_step?",
     "jr.items(**SIZES, batch_siz=2)": "takes no batch_siz; did you mean batch_size?",
@@ -202,6 +203,7 @@ NAMES = {
     "buffer.sample(8)": """
         needs a state and a key: buffer.sample(state, jax.random.key(0))
         jaxreplay.Replay(buffer) keeps both""",
+    "uniform.sample(uniform_state, 0)": "expected a random key, jax.random.key(0), got an int",
     "jr.jit(buffer).sample(8)": "needs a state and a key: buffer.sample(state, jax.random.key(0))",
     "jr.jit(buffer).capcity": "object has no attribute 'capcity'",
     "jr.Replay(buffer).extend(STEP)": "a Replay has no extend; it has replay.add(steps)",
@@ -209,11 +211,15 @@ NAMES = {
     "batch.items": "did you mean batch.experience?",
     "batch.obs": "did you mean batch.experience.obs?",
     "batch.num_steps": "did you mean batch.experience.num_steps?",
+    "batch.experience.done": "has no done; did you mean discount, which is 0 where an episode",
+    "batch.experience.rewards": "a Transition has no rewards; did you mean reward?",
+    "batch.experience.dtype": "a Transition has no dtype",
     "batch.indices": "did you mean batch.index?",
     "batch.probabilities": "did you mean batch.probability?",
     "batch.weights": "did you mean batch.weight?",
     "batch.mask": "did you mean batch.is_valid?",
     "batch.nothing": "a Sample has no nothing",
+    "jr.nothing": "jaxreplay has no nothing",
     "setattr(rollout, 'length', 3)": "cannot assign to field 'length'",
     "jr.tiered(items).frobnicate": "has no frobnicate",
     "uniform.get(uniform_state, np.arange(2), fractions={'a': 1})": """
@@ -221,6 +227,7 @@ NAMES = {
         gamma, n_step""",
     # Sequences have a mask of their own.
     "batch_of_sequences.mask": "did you mean batch.experience.mask?",
+    "batch_of_sequences.experience.done": "a SequenceBatch has no done",
 }
 
 INIT = {
@@ -346,6 +353,8 @@ USING = {
         add:
         terminated: got float32[2], expected bool[2]
         write done flags as bool: x.astype(bool)""",
+    "buffer.add(state, STEP.replace(terminated=[False, True]))": """
+        terminated: got 2 leaves of a list: write np.array(terminated)""",
     "buffer.add(state, STEP.replace(truncated=ZEROS))": """
         truncated: got float32[2], expected bool[2]
         write done flags as bool: x.astype(bool)""",
@@ -816,5 +825,7 @@ def test_a_new_reward_of_the_stored_dtype_is_taken():
 
 
 def test_a_replay_without_rows_is_answered():
-    with pytest.raises(TimeoutError, match="no batch can be sampled yet, 0 rows of at least 1"):
+    with pytest.raises(
+        TimeoutError, match="sample: no batch can be sampled yet, 0 rows of at least 1"
+    ):
         jr.Replay(OTHERS["items"]).sample()

@@ -167,6 +167,7 @@ def test_the_empty_buffer_and_numbers_beyond_what_is_held(monkeypatch):
             ours.sample(5)
         ours.extend(*zip(*steps[:6], strict=True))
         assert (ours.size(), ours.pos) == (6, 6)
+        assert repr(ours) == "ReplayBuffer(6 of 10 rows, n_envs=1, device='cpu')"
         ours.reset()
         assert (ours.size(), ours.pos, ours.full) == (0, 0, False)
     ours.add(*steps[3])

@@ -264,7 +264,7 @@ def test_what_cannot_be_drawn_any_more_is_not_drawn():
     replay.update_priorities(index, np.zeros(60))
     assert not replay.can_sample()
     why = "9 rows, but none of a positive priority, or of the fractions asked for"
-    with refused(f"after 0 s: no batch can be sampled yet, {why}: add steps first", TimeoutError):
+    with refused(f"sample: no batch can be sampled yet, {why}: add steps first", TimeoutError):
         replay.sample()
     replay.update_priorities(index, np.ones(60))
     assert replay.can_sample()
@@ -449,7 +449,8 @@ def test_an_empty_replay_says_what_is_missing(tmp_path):
         assert replay.can_sample() == (steps > 0)
         replay.clear()
         assert (len(replay), replay.can_sample()) == (0, False)
-        with refused("after 0 s: no batch can be sampled yet, 0 rows", TimeoutError):
+        assert repr(replay).startswith("Replay(0 sampleable rows, framework='jax', buffer=")
+        with refused("sample: no batch can be sampled yet, 0 rows", TimeoutError):
             replay.sample()
 
 
