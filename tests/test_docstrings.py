@@ -14,7 +14,7 @@ import typing
 import jax
 
 import jaxreplay
-from jaxreplay.buffers import BufferOptions
+from jaxreplay.buffers import BufferOptions, ItemOptions
 
 ROOT = pathlib.Path(jaxreplay.__file__).parent
 PACKAGES = (
@@ -111,15 +111,13 @@ def parameters(value):
             if not field.name.startswith("_"):
                 yield field.name, field.type, field.default is not dataclasses.MISSING
         return
-    if typing.is_typeddict(value) and value is not BufferOptions:
+    if typing.is_typeddict(value) and value not in (BufferOptions, ItemOptions):
         yield from ((name, None, True) for name in value.__annotations__)
         return
     if inspect.isclass(value) and "__init__" not in vars(value) and not issubclass(value, tuple):
         return
     for one in inspect.signature(value).parameters.values():
-        if typing.get_args(one.annotation) == (BufferOptions,):
-            yield from ((name, None, False) for name in BufferOptions.__annotations__)
-        elif one.name not in ("self", "cls") and not one.name.startswith("_"):
+        if one.name not in ("self", "cls") and not one.name.startswith("_"):
             yield one.name, one.annotation, one.default is not one.empty
 
 
@@ -196,7 +194,7 @@ def test_shared_options_are_explained_alike():
     said = collections.defaultdict(set)
     for name, (factory, *_) in PUBLIC.items():
         takes = inspect.signature(factory).parameters if inspect.isfunction(factory) else ()
-        if name.count(".") == 1 and "shared" in takes and factory is not jaxreplay.items:
+        if name.count(".") == 1 and {*BufferOptions.__annotations__} <= {*takes}:
             known = entries(sections(inspect.cleandoc(factory.__doc__))["Args"])
             for option in BufferOptions.__annotations__:
                 said[option].add(known[option])

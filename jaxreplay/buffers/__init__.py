@@ -1,6 +1,9 @@
 """Buffers: `ReplayBuffer`, its forms and wrappers, `Rollout`, `Groups` and `Mixture`."""
 
-from jaxreplay.buffers.factories import BufferOptions as BufferOptions
+from jaxreplay.buffers.factories import (
+    BufferOptions as BufferOptions,
+    ItemOptions as ItemOptions,
+)
 from jaxreplay.buffers.groups import Groups as Groups, GroupsState as GroupsState
 from jaxreplay.buffers.index_buffer import Plan as Plan
 from jaxreplay.buffers.jitted import Jitted as Jitted

@@ -1,7 +1,8 @@
 """Named buffers. Each composes storage, a sampler and a view in a few lines."""
 
-from collections.abc import Sequence
-from typing import Any, Required, TypedDict, Unpack
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Required, TypedDict, TypeVar, Unpack, get_args, get_type_hints
 
 from jaxreplay._util.aliases import Autoreset, PyTree
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
@@ -17,39 +18,65 @@ from jaxreplay.views.item import Item
 from jaxreplay.views.sequence import SequenceView
 from jaxreplay.views.transition import TransitionView
 
+F = TypeVar("F", bound=Callable[..., Any])
 _UNIFORM = Uniform()
 
 
-class BufferOptions(TypedDict, total=False):
-    """Options of every named buffer, with the meaning and defaults that `ReplayBuffer` has."""
+class ItemOptions(TypedDict, total=False):
+    """Options of `jaxreplay.items`, with the meaning and defaults that `ReplayBuffer` has."""
 
     capacity: Required[int]
-    num_envs: int
     batch_size: Required[int]
-    autoreset: Autoreset | None
+    num_envs: int
     allow_mask: bool
     allow_write: bool
     min_size: int
-    track_episodes: bool
-    num_agents: int | None
     platform: str | None
 
 
-def items(*, sampler: Sampler = _UNIFORM, **shared: Unpack[BufferOptions]) -> ReplayBuffer[PyTree]:
+class BufferOptions(ItemOptions, total=False):
+    """Options of every named buffer of steps, likewise."""
+
+    autoreset: Required[Autoreset]
+    track_episodes: bool
+    num_agents: int | None
+
+
+def _spelled_out(make: F) -> F:
+    """Show the options of `shared` in a function's signature, those that are required first."""
+    signature = inspect.signature(make)
+    *own, shared = signature.parameters.values()
+    (options,) = get_args(shared.annotation)
+    fields = ReplayBuffer.__dataclass_fields__
+    given = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=shared.empty if name in options.__required_keys__ else fields[name].default,
+            annotation=annotation,
+        )
+        for name, annotation in get_type_hints(options).items()
+    ]
+    has_default = lambda parameter: parameter.default is not shared.empty
+    parameters = [one for one in given if not has_default(one)] + own
+    parameters += filter(has_default, given)
+    vars(make)["__signature__"] = signature.replace(parameters=sorted(parameters, key=has_default))
+    return make
+
+
+@_spelled_out
+def items(*, sampler: Sampler = _UNIFORM, **shared: Unpack[ItemOptions]) -> ReplayBuffer[PyTree]:
     """Make a buffer of independent items: any pytree, each sampleable at once.
 
     Args:
-      sampler: Chooses the items of a sample. Default: `Uniform()`.
       capacity: Number of items that the buffer holds. A multiple of `num_envs`.
-      num_envs: Number of items that one `add` brings; each goes to a ring of its own. Default: 1.
       batch_size: Number of items in a sample.
-      autoreset: Leave it out: items have no episodes.
+      sampler: Chooses the items of a sample. Default: `Uniform()`.
+      num_envs: Number of items that one `add` brings; each goes to a ring of its own. Default: 1.
       allow_mask: Let `add` and `extend` take a mask of the items that are to be stored. Default:
         False.
       allow_write: Let `write` change stored items. Default: False.
       min_size: Number of items from which on `can_sample` is True. Default: 1.
-      track_episodes: Leave it out: items have no episodes.
-      num_agents: Leave it out: items have no flags.
       platform: Memory layout of new states: "cpu", "gpu" or "tpu". Set it to compile ahead of time.
         Default: the platform of JAX's default device.
 
@@ -67,6 +94,7 @@ def items(*, sampler: Sampler = _UNIFORM, **shared: Unpack[BufferOptions]) -> Re
     return ReplayBuffer(sampler=sampler, view=Item(), **shared)
 
 
+@_spelled_out
 def transitions(
     *,
     n_step: int = 1,
@@ -78,18 +106,18 @@ def transitions(
     """Make a buffer of n-step transitions that are sampled by any sampler.
 
     Args:
+      capacity: Rows of all envs together, the final row of each episode included. A multiple of
+        `num_envs`.
+      batch_size: Number of items in a sample.
+      autoreset: What the env does when an episode ends: "next_step", "same_step" or
+        "same_step_no_final_obs", or Gymnasium's `AutoresetMode`. `jaxreplay.autoreset` has the
+        value of each env library. Required.
       n_step: Number of steps n of a transition, at least 1. Default: 1.
       gamma: Discount of one step, in [0, 1]. Default: 0.99.
       discount_key: Key in `extras` of a step's own discount, float[E], which multiplies gamma.
         Default: none.
       sampler: Chooses the transitions of a sample. Default: `Uniform()`.
-      capacity: Rows of all envs together, the final row of each episode included. A multiple of
-        `num_envs`.
       num_envs: Number of parallel envs. Each has a ring of `capacity / num_envs` rows. Default: 1.
-      batch_size: Number of items in a sample.
-      autoreset: What the env does when an episode ends: "next_step", "same_step" or
-        "same_step_no_final_obs", or Gymnasium's `AutoresetMode`. `jaxreplay.autoreset` has the
-        value of each env library. Required.
       allow_mask: Let `add` and `extend` take a mask of the envs that took a step. Default: False.
       allow_write: Let `write` change stored rows. Default: False.
       min_size: Number of sampleable rows from which on `can_sample` is True. Default: 1.
@@ -125,6 +153,7 @@ def transitions(
     return ReplayBuffer(sampler=sampler, view=view, **shared)
 
 
+@_spelled_out
 def uniform(
     *,
     n_step: int = 1,
@@ -135,17 +164,17 @@ def uniform(
     """Make a buffer of n-step transitions that are sampled uniformly.
 
     Args:
-      n_step: Number of steps n of a transition, at least 1. Default: 1.
-      gamma: Discount of one step, in [0, 1]. Default: 0.99.
-      discount_key: Key in `extras` of a step's own discount, float[E], which multiplies gamma.
-        Default: none.
       capacity: Rows of all envs together, the final row of each episode included. A multiple of
         `num_envs`.
-      num_envs: Number of parallel envs. Each has a ring of `capacity / num_envs` rows. Default: 1.
       batch_size: Number of items in a sample.
       autoreset: What the env does when an episode ends: "next_step", "same_step" or
         "same_step_no_final_obs", or Gymnasium's `AutoresetMode`. `jaxreplay.autoreset` has the
         value of each env library. Required.
+      n_step: Number of steps n of a transition, at least 1. Default: 1.
+      gamma: Discount of one step, in [0, 1]. Default: 0.99.
+      discount_key: Key in `extras` of a step's own discount, float[E], which multiplies gamma.
+        Default: none.
+      num_envs: Number of parallel envs. Each has a ring of `capacity / num_envs` rows. Default: 1.
       allow_mask: Let `add` and `extend` take a mask of the envs that took a step. Default: False.
       allow_write: Let `write` change stored rows. Default: False.
       min_size: Number of sampleable rows from which on `can_sample` is True. Default: 1.
@@ -181,6 +210,7 @@ def uniform(
     return transitions(n_step=n_step, gamma=gamma, discount_key=discount_key, **shared)
 
 
+@_spelled_out
 def prioritized(
     *,
     n_step: int = 1,
@@ -197,6 +227,12 @@ def prioritized(
     A new row gets the priority that `add` is given, or `new_priority`.
 
     Args:
+      capacity: Rows of all envs together, the final row of each episode included. A multiple of
+        `num_envs`.
+      batch_size: Number of items in a sample.
+      autoreset: What the env does when an episode ends: "next_step", "same_step" or
+        "same_step_no_final_obs", or Gymnasium's `AutoresetMode`. `jaxreplay.autoreset` has the
+        value of each env library. Required.
       n_step: Number of steps n of a transition, at least 1. Default: 1.
       gamma: Discount of one step, in [0, 1]. Default: 0.99.
       discount_key: Key in `extras` of a step's own discount, float[E], which multiplies gamma.
@@ -209,13 +245,7 @@ def prioritized(
         come in the order of rows in the rings. False: B independent samples. Default: True.
       new_priority: Priority of rows that are added without one, at least 0. Default: the largest so
         far, by which one outlier rules for ever.
-      capacity: Rows of all envs together, the final row of each episode included. A multiple of
-        `num_envs`.
       num_envs: Number of parallel envs. Each has a ring of `capacity / num_envs` rows. Default: 1.
-      batch_size: Number of items in a sample.
-      autoreset: What the env does when an episode ends: "next_step", "same_step" or
-        "same_step_no_final_obs", or Gymnasium's `AutoresetMode`. `jaxreplay.autoreset` has the
-        value of each env library. Required.
       allow_mask: Let `add` and `extend` take a mask of the envs that took a step. Default: False.
       allow_write: Let `write` change stored rows. Default: False.
       min_size: Number of sampleable rows from which on `can_sample` is True. Default: 1.
@@ -259,6 +289,7 @@ def prioritized(
     return transitions(**view, sampler=sampler, **shared)
 
 
+@_spelled_out
 def sequences(
     *,
     length: int,
@@ -272,6 +303,12 @@ def sequences(
     """Make a buffer of sequences of steps, for recurrent agents (R2D2) and world models (Dreamer).
 
     Args:
+      capacity: Rows of all envs together, the final row of each episode included. A multiple of
+        `num_envs`.
+      batch_size: Number of items in a sample.
+      autoreset: What the env does when an episode ends: "next_step", "same_step" or
+        "same_step_no_final_obs", or Gymnasium's `AutoresetMode`. `jaxreplay.autoreset` has the
+        value of each env library. Required.
       length: Number of steps to learn from, at least 1.
       burn_in: Number of steps before them that warm a recurrent state up. Default: 0.
       period: Number of transitions from one possible start to the next, counted from each episode's
@@ -283,13 +320,7 @@ def sequences(
         first step alone. Default: no recurrent state is read.
       sampler: Chooses the starts of sequences: `Uniform()`, or `Prioritized()` with priorities from
         `sequence_priority`. Default: `Uniform()`.
-      capacity: Rows of all envs together, the final row of each episode included. A multiple of
-        `num_envs`.
       num_envs: Number of parallel envs. Each has a ring of `capacity / num_envs` rows. Default: 1.
-      batch_size: Number of items in a sample.
-      autoreset: What the env does when an episode ends: "next_step", "same_step" or
-        "same_step_no_final_obs", or Gymnasium's `AutoresetMode`. `jaxreplay.autoreset` has the
-        value of each env library. Required.
       allow_mask: Let `add` and `extend` take a mask of the envs that took a step. Default: False.
       allow_write: Let `write` change stored rows. Default: False.
       min_size: Number of sampleable rows from which on `can_sample` is True. Default: 1.
@@ -338,6 +369,7 @@ def sequences(
     return ReplayBuffer(sampler=sampler, view=view, **shared)
 
 
+@_spelled_out
 def chunks(
     *,
     obs: Sequence[int] = (0,),
@@ -351,18 +383,18 @@ def chunks(
     Every row with an action is sampleable, an episode's last one too.
 
     Args:
+      capacity: Rows of all envs together, the final row of each episode included. A multiple of
+        `num_envs`.
+      batch_size: Number of items in a sample.
+      autoreset: What the env does when an episode ends: "next_step", "same_step" or
+        "same_step_no_final_obs", or Gymnasium's `AutoresetMode`. `jaxreplay.autoreset` has the
+        value of each env library. Required.
       obs: Offsets of the observations, rows forward in time, such as (-1, 0). Default: (0,).
       action: Offsets of the actions, or a number H for 0 .. H - 1. Default: 16.
       pad: Values beyond the episode: "repeat" for those of its first or last step, "zero" for
         zeros. Default: "repeat".
       sampler: Chooses the rows of a sample. Default: `Uniform()`.
-      capacity: Rows of all envs together, the final row of each episode included. A multiple of
-        `num_envs`.
       num_envs: Number of parallel envs. Each has a ring of `capacity / num_envs` rows. Default: 1.
-      batch_size: Number of items in a sample.
-      autoreset: What the env does when an episode ends: "next_step", "same_step" or
-        "same_step_no_final_obs", or Gymnasium's `AutoresetMode`. `jaxreplay.autoreset` has the
-        value of each env library. Required.
       allow_mask: Let `add` and `extend` take a mask of the envs that took a step. Default: False.
       allow_write: Let `write` change stored rows. Default: False.
       min_size: Number of sampleable rows from which on `can_sample` is True. Default: 1.
@@ -400,6 +432,7 @@ def chunks(
     return ReplayBuffer(sampler=sampler, view=view, **shared)
 
 
+@_spelled_out
 def future_pairs(
     *,
     gamma: float = 0.99,
@@ -416,6 +449,12 @@ def future_pairs(
     alone, which are not valid; with `unfinished`, until an env has a step and the next one.
 
     Args:
+      capacity: Rows of all envs together, the final row of each episode included. A multiple of
+        `num_envs`.
+      batch_size: Number of items in a sample.
+      autoreset: What the env does when an episode ends: "next_step", "same_step" or
+        "same_step_no_final_obs", or Gymnasium's `AutoresetMode`. `jaxreplay.autoreset` has the
+        value of each env library. Required.
       gamma: Parameter of the geometric distribution, in [0, 1]: P(k rows later) is in proportion to
         `gamma ** (k - 1)`. With 0, it is always the next observation. Default: 0.99.
       beyond: "truncate" leaves out horizons beyond the episode's end; "clip" replaces them with the
@@ -429,13 +468,7 @@ def future_pairs(
         JaxGCRL; else the few steps of an episode that has just begun are as probable together as
         those of a whole one. Default: `UniformEpisodes()`, of unfinished episodes, too, where these
         are sampled.
-      capacity: Rows of all envs together, the final row of each episode included. A multiple of
-        `num_envs`.
       num_envs: Number of parallel envs. Each has a ring of `capacity / num_envs` rows. Default: 1.
-      batch_size: Number of items in a sample.
-      autoreset: What the env does when an episode ends: "next_step", "same_step" or
-        "same_step_no_final_obs", or Gymnasium's `AutoresetMode`. `jaxreplay.autoreset` has the
-        value of each env library. Required.
       allow_mask: Let `add` and `extend` take a mask of the envs that took a step. Default: False.
       allow_write: Let `write` change stored rows. Default: False.
       min_size: Number of sampleable rows from which on `can_sample` is True. Default: 1.

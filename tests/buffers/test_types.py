@@ -1,6 +1,7 @@
 """Types that a type checker infers: `make lint` checks this file, and the tests trace it."""
+# pyright: reportUnnecessaryTypeIgnoreComment=true
 
-from typing import Any, assert_type
+from typing import TYPE_CHECKING, Any, assert_type
 
 import jax
 import numpy as np
@@ -10,6 +11,13 @@ import jaxreplay as jr
 from jaxreplay._util import xla
 
 SIZES: Any = {"capacity": 16, "num_envs": 1, "batch_size": 2, "autoreset": "next_step"}
+
+
+if TYPE_CHECKING:  # errors, each of which a type checker must find
+    jr.uniform(capacity=16, batch_size=2)  # pyright: ignore[reportCallIssue]
+    jr.items(batch_size=2)  # pyright: ignore[reportCallIssue]
+    jr.items(capacity=16, batch_size=2, autoreset="next_step")  # pyright: ignore[reportCallIssue]
+    jr.uniform(capacity=16, batch_size=2, autoreset="next")  # pyright: ignore[reportArgumentType]
 
 
 def empty(buffer) -> Any:
