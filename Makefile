@@ -1,6 +1,6 @@
 # make demo      trains an agent and leaves a plot in out/
 # make quick     lint, and a few tests of two buffers: for each change (half a minute)
-# make test      a test of each promise, and a program with the oldest JAX (15 minutes on two cores)
+# make test      a test of each promise, and a program with the oldest JAX (8 minutes on two cores)
 # make test-all PART=NAME  the same checks over more buffers, forms and seeds, docstrings and the oldest JAX: for each night; PART=list names them
 # make docs      builds the docs into out/docs, and runs every code cell
 # make examples  runs every example in full (20 minutes)

@@ -10,7 +10,7 @@ import optax
 
 import jaxreplay as jr
 
-E = 16  # parallel envs
+E, N = 16, 10_000  # parallel envs, updates
 env, env_params = gymnax.make("CartPole-v1")
 reset, env_step = jax.vmap(env.reset, (0, None)), jax.vmap(env.step, (0, 0, 0, None))
 optimizer = optax.adam(1e-3)
@@ -32,10 +32,10 @@ def loss(params, target_params, batch):
     return jnp.mean(batch.weight * td_error**2), td_error
 
 
-def step(carry, key):  # one step of every env, then one gradient step
-    params, target_params, opt_state, state, obs, env_state = carry
+def step(carry, given):  # one step of every env, then one gradient step
+    (params, target_params, opt_state, state, obs, env_state), (key, epsilon) = carry, given
     k1, k2, k3, k4 = jax.random.split(key, 4)
-    random, explores = jax.random.randint(k1, (E,), 0, 2), jax.random.bernoulli(k2, 0.1, (E,))
+    random, explores = jax.random.randint(k1, (E,), 0, 2), jax.random.bernoulli(k2, epsilon, (E,))
     action = jnp.where(explores, random, q(params, obs).argmax(-1))
     next_obs, env_state, reward, terminated, truncated, info = env_step(
         jax.random.split(k3, E), env_state, action, env_params
@@ -60,7 +60,7 @@ def train(key):  # the state is made inside, so that nothing needs to be donated
     params["w2"] = jax.random.normal(k2, (128, 2)) / 20
     start = reset(jax.random.split(k3, E), env_params)
     carry = (params, params, optimizer.init(params), buffer.init(EXAMPLE), *start)
-    return jax.lax.scan(step, carry, jax.random.split(k4, 10_000))[1]
+    return jax.lax.scan(step, carry, (jax.random.split(k4, N), jnp.linspace(1, 0, N)))[1]
 
 
 if __name__ == "__main__":
