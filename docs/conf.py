@@ -55,7 +55,6 @@ napoleon_use_ivar = True
 napoleon_custom_sections = ["References"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
 
 html_theme = "sphinx_book_theme"

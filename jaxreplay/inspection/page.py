@@ -1,6 +1,8 @@
 """An inspection as one page that matplotlib draws: its text, the rings, and bars of each
 histogram."""
 
+import functools
+import io
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,6 +48,7 @@ def page(
     below = _PLOT_HEIGHT * bool(histograms)  # height of the histograms, below the rings
     height = _LINE * len(lines) + 0.6 + below + rings_height + 0.9
     figure = Figure(figsize=(width, height))
+    vars(figure)["_repr_png_"] = functools.partial(_png, figure)  # what a notebook shows
     figure.text(0.3 / width, 1 - 0.2 / height, text, va="top", parse_math=False, fontdict=_FONT)
     size = (width - 1) / width, rings_height / height
     axes = figure.add_axes((0.5 / width, (below + 0.45) / height, *size))
@@ -64,3 +67,8 @@ def page(
         axes.set_title(title, fontsize=8)
         axes.tick_params(labelsize=7)
     return figure
+
+
+def _png(figure: "Figure") -> bytes:
+    figure.savefig(content := io.BytesIO(), format="png")
+    return content.getvalue()

@@ -345,6 +345,7 @@ def test_the_page_has_the_text_and_a_plot_of_each_histogram(prioritized, folders
     assert text == str(jr.inspect(*prioritized)).replace("\n", f"\n{source}\n", 1) + "\n"
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
     page = found.to_figure()
+    assert page._repr_png_().startswith(b"\x89PNG")  # in a notebook
     assert [one.get_text() + "\n" for one in page.texts] == [text]
     rings, lengths, *others = page.axes
     titles = ["lengths", "returns", "log10 of it", "age of a draw"]
