@@ -73,16 +73,20 @@ def check_fits(
         if text == ANY_BYTES and re.fullmatch(r"uint8\[[0-9]+\]", got.get(name, "")):
             got[name] = text
     if lines := _differences(got, extras) if extras else []:
-        _refuse(manifest, buffer, ["has other extras:", *lines], problems)
+        cure = (
+            "give extras= of the form that was saved; of an optimizer, whose state_dict() is empty "
+            "before its first step, save the bytes of torch.save, and give b''"
+        )
+        _refuse(manifest, buffer, ["has other extras:", *lines, cure], problems)
 
 
 def _refuse(manifest: Manifest, buffer: Any, lines: list[str], problems: list[str]) -> None:
     """Raise the error for a checkpoint that does not fit. `lines`: what is wrong, and details."""
+    of, this = printable(manifest.buffer), description(buffer)
     text = [
         f"restore: step {manifest.step} {lines[0]}",
         *lines[1:],
-        f"it is of {printable(manifest.buffer)}",
-        f"this buffer is {description(buffer)}",
+        *([f"it is of {of}", f"this buffer is {this}"] if of != this else []),
         *(["these checkpoints are damaged:", *problems] if problems else []),
     ]
     raise ValueError("\n  ".join(text))
