@@ -59,6 +59,7 @@ python_use_unqualified_type_names = True
 
 html_theme = "sphinx_book_theme"
 html_title = "jaxreplay"
+html_sidebars = {"**": ["navbar-logo.html", "sbt-sidebar-nav.html"]}  # the bar has the search
 html_theme_options = {
     "repository_url": "https://github.com/jaxreplay/jaxreplay",
     "use_repository_button": True,

@@ -262,6 +262,13 @@ def test_the_programs_of_the_readme_run(tmp_path, monkeypatch):
     assert names["checkpointer"].all_steps() == [1000]
 
 
+def test_code_of_the_documentation_fits_its_column():
+    code = r"```(?:python|bash|{code-cell} ipython3)\n(.*?)```"
+    for page in (EXAMPLES.parent / "docs").rglob("*.md"):
+        lines = "\n".join(re.findall(code, page.read_text(), re.DOTALL)).splitlines()
+        assert not [line for line in lines if len(line) > 80], page
+
+
 def test_the_gymnasium_loops_of_the_documentation_run():
     pytest.importorskip("torch", reason="the torch extra is not installed")
     loops = [
