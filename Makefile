@@ -3,6 +3,7 @@
 # make test      a test of each promise, and a program with the oldest JAX (8 minutes on two cores)
 # make test-all PART=NAME  the same checks over more buffers, forms and seeds, docstrings and the oldest JAX: for each night; PART=list names them
 # make docs      builds the docs into out/docs, and runs every code cell
+# make pages     looks at the built docs in headless Chromium, which is to be installed: nothing is cut
 # make examples  runs every example in full (20 minutes)
 # make recipes   runs the steps, and compares the stacked frames, of env libraries that are not among the tests' own (Brax, Jumanji, Craftax, EnvPool)
 # make datasets  reads what TensorFlow Datasets, flashbax and zarr write, beside OGBench's own loader
@@ -28,7 +29,7 @@ PYTEST := -m pytest -q -n 2 --dist loadgroup
 # gymnax 1.0.1 declares jax < 0.12 but runs on it, so that it is installed without its dependencies, and these are named here. Minari 0.5.4 needs Pillow.
 EXAMPLES := flax optax matplotlib tqdm six gymnasium seaborn "minari[hdf5]" pillow
 
-.PHONY: demo docs dist workflows matrix datasets examples ruff lint quick oldest test test-all test-oldest mutants mutations compat soak recipes bench gpu aot clean
+.PHONY: demo docs pages dist workflows matrix datasets examples ruff lint quick oldest test test-all test-oldest mutants mutations compat soak recipes bench gpu aot clean
 $(VENV)/installed: Makefile pyproject.toml constraints.txt
 	$(call environment,$(VENV))
 	$(PIP) install -c constraints.txt --group test --group dev -e ".[torch,sb3,checkpoint,lerobot,ray]" $(EXAMPLES)
@@ -59,6 +60,9 @@ $(DOCS)/installed: Makefile pyproject.toml constraints.txt
 
 docs: $(DOCS)/installed
 	$(DOCS)/bin/python -m sphinx -b html -q -E -W --keep-going docs out/docs
+
+pages: $(DOCS)/installed
+	$(DOCS)/bin/python docs/check_pages.py
 
 examples: $(VENV)/installed
 	set -e; for example in dqn_minimal sharded_dqn multihost_dqn dqn ppo sac atari_frame_stack r2d2 her offline_to_online purejaxrl_dqn torch_dqn actors_dqn batched_inference robot sb3_dict_sac resume steps laplacian dreamer_replay rlpd recurrent_ppo vdn grpo plr; do echo "== $$example"; $(BIN)/python examples/$$example.py; done; $(BIN)/python examples/rlpd.py --framework torch

@@ -59,6 +59,8 @@ python_use_unqualified_type_names = True
 
 html_theme = "sphinx_book_theme"
 html_title = "jaxreplay"
+html_static_path = ["_static"]
+html_css_files = ["code.css"]
 html_sidebars = {"**": ["navbar-logo.html", "sbt-sidebar-nav.html"]}  # the bar has the search
 html_theme_options = {
     "repository_url": "https://github.com/jaxreplay/jaxreplay",
