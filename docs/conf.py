@@ -24,6 +24,8 @@ PROFILE = OUT / "ipython" / "profile_default"
 PROFILE.mkdir(parents=True, exist_ok=True)
 (PROFILE / "ipython_kernel_config.py").write_text("c.IPKernelApp.log_level = 'ERROR'\n")
 
+from docutils import nodes  # noqa: E402
+from sphinx import addnodes  # noqa: E402
 from sphinx.errors import ExtensionError  # noqa: E402
 
 import jaxreplay  # noqa: E402
@@ -35,6 +37,7 @@ release = version = jaxreplay.__version__
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "sphinx_design",
@@ -53,6 +56,7 @@ napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
 napoleon_custom_sections = ["References"]
+autosummary_generate = False  # a table alone
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 python_use_unqualified_type_names = True
@@ -120,7 +124,27 @@ def _short_types(app, what, name, obj, options, signature, returned):
     )
 
 
+def _list_names(app, page, source):
+    """Write the names that `jaxreplay` has into the table of the API."""
+    if page == "api/index":
+        names = sorted({*jaxreplay.__all__, "open"} - {"__version__"}, key=str.lower)
+        source[0] = source[0].replace("@NAMES", "\n   ".join(names))
+
+
+def _link_names(app, doctree):
+    """Let `jr.uniform` in a text lead to its entry in the API."""
+    for literal in [*doctree.findall(nodes.literal)]:
+        name = re.fullmatch(r"(?:jr|jaxreplay)\.([\w.]+)(?:\(.*\))?", literal.astext())
+        if name and isinstance(literal.parent, nodes.paragraph | nodes.strong):
+            target = {"reftype": "obj", "reftarget": f"jaxreplay.{name[1]}", "refexplicit": True}
+            link = addnodes.pending_xref("", refdomain="py", refwarn=False, **target)
+            literal.replace_self(link)
+            link += literal
+
+
 def setup(app):
+    app.connect("source-read", _list_names)
+    app.connect("doctree-read", _link_names)
     app.connect("autodoc-process-signature", _short_types)
     app.connect("autodoc-process-docstring", _as_literals, priority=1)
     app.connect("build-finished", _check_api)
