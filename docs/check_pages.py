@@ -9,13 +9,13 @@ from selenium import webdriver
 
 PAGES = pathlib.Path(__file__).parent.parent / "out" / "docs"
 WIDTHS = (390, 1300, 1920)
-# Programs and what they print are cut where they are wider than their box. A phone scrolls them.
+# Programs and what they print are cut where they are wider than their box.
 FAULTS = """
 const found = [];
 const wide = document.documentElement.scrollWidth;
 if (wide > window.innerWidth + 1) found.push(`is ${wide} wide`);
 if (document.body.innerText.includes("<Figure size")) found.push("has a figure as text");
-if (window.innerWidth > 1000) for (const pre of document.querySelectorAll("article pre"))
+for (const pre of document.querySelectorAll("article pre"))
   if (pre.scrollWidth > pre.clientWidth + 1) found.push(`cuts ${pre.innerText.slice(0, 60)}`);
 return found;
 """

@@ -107,7 +107,7 @@ def _is_public(module, name, value, is_package):
     if not (inspect.isclass(value) or inspect.isfunction(value)):
         return False
     if hasattr(module, "__all__"):
-        return name in module.__all__
+        return name in (dir(module) if module is jaxreplay else module.__all__)
     if is_package:
         return inspect.isclass(value) and value.__module__.startswith("jaxreplay")
     return value.__module__ == module.__name__ and not name.startswith("_")
@@ -127,7 +127,8 @@ def _short_types(app, what, name, obj, options, signature, returned):
 def _list_names(app, page, source):
     """Write the names that `jaxreplay` has into the table of the API."""
     if page == "api/index":
-        names = sorted({*jaxreplay.__all__, "open"} - {"__version__"}, key=str.lower)
+        names = {*dir(jaxreplay)} - {"__version__", *jaxreplay._LAZY}
+        names = sorted(names, key=str.lower)
         source[0] = source[0].replace("@NAMES", "\n   ".join(names))
 
 

@@ -1,4 +1,4 @@
-"""DQN on CartPole with 3-step prioritized replay, in one compiled program: 16 seconds on two cores.
+"""DQN on CartPole with 3-step prioritized replay, in one compiled program.
 
 python examples/dqn_minimal.py
 """

@@ -135,12 +135,11 @@ _serialization.tell_flax()
 
 
 # Packages whose dependencies are extras, or that take time to import.
-_LAZY = ("checkpoint", "compat", "datasets", "sb3", "torch")
+_LAZY = ("checkpoint", "datasets", "sb3", "torch")
 
 if _typing.TYPE_CHECKING:
     from jaxreplay import (
         checkpoint as checkpoint,
-        compat as compat,
         datasets as datasets,
         sb3 as sb3,
         torch as torch,

@@ -222,7 +222,7 @@ def _reason_against_tensor(leaf: Any, *, cast: bool) -> str | None:
             'jax.config.update("jax_enable_x64", True)'
         )
     if not _has_arrays(leaf.dtype):
-        return f"is {leaf.dtype}, which JAX {jax.__version__} does not take; write x.float()"
+        return f"is {leaf.dtype}, which JAX {jax.__version__} does not take; cast it before"
     return None
 
 

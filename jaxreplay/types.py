@@ -56,7 +56,14 @@ class Step(Node):
     extras: PyTree = None
 
 
-class Transition(Node):
+class _Items(Node):
+    """Base class of a batch's items."""
+
+    if not TYPE_CHECKING:  # a type checker knows the fields
+        __getattr__ = no_item_field
+
+
+class Transition(_Items):
     """An n-step transition. Its value target is `reward + discount * value(next_obs)`.
 
     Attributes:
@@ -80,9 +87,6 @@ class Transition(Node):
       Sutton and Barto, "Reinforcement Learning" (2018),
       http://incompleteideas.net/book/the-book-2nd.html, section 7.1.
     """
-
-    if not TYPE_CHECKING:  # a type checker knows the fields
-        __getattr__ = no_item_field
 
     obs: PyTree
     action: PyTree
@@ -142,7 +146,7 @@ class Sample(Node, Generic[T]):
             raise AttributeError(unknown_field(name, vars(self).get("experience")))
 
 
-class SequenceBatch(Node):
+class SequenceBatch(_Items):
     """Sequences of T = burn_in + length consecutive steps, leaves [B, T, ...].
 
     `obs` and `is_first` have T + 1 entries: the last one follows the last step.
@@ -171,9 +175,6 @@ class SequenceBatch(Node):
         axis, too. Default: None, without `num_agents`.
     """
 
-    if not TYPE_CHECKING:  # a type checker knows the fields
-        __getattr__ = no_item_field
-
     obs: PyTree
     action: PyTree
     reward: jax.Array
@@ -187,7 +188,7 @@ class SequenceBatch(Node):
     alive: jax.Array | None = None
 
 
-class Pair(Node):
+class Pair(_Items):
     """An observation and a later one of the same stream.
 
     Attributes:
@@ -201,9 +202,6 @@ class Pair(Node):
       extras: Pytree with leaves [B, ...]. The extras of the candidate row.
     """
 
-    if not TYPE_CHECKING:  # a type checker knows the fields
-        __getattr__ = no_item_field
-
     obs: PyTree
     action: PyTree
     future_obs: PyTree
@@ -211,7 +209,7 @@ class Pair(Node):
     extras: PyTree
 
 
-class Chunk(Node):
+class Chunk(_Items):
     """A history of observations, and a chunk of the actions that follow. h is the number of
     observations, H that of actions.
 
@@ -224,9 +222,6 @@ class Chunk(Node):
       alive: bool[B, H, A]. True for the agents that acted, False in padding. Default: None, without
         `num_agents`.
     """
-
-    if not TYPE_CHECKING:  # a type checker knows the fields
-        __getattr__ = no_item_field
 
     obs: PyTree
     action: PyTree

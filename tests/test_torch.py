@@ -17,6 +17,10 @@ from jaxreplay.torch import from_torch, to_torch  # noqa: E402
 FLOATS = "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
 BOTH_KNOW = f"bool uint8 uint16 uint32 int8 int16 int32 complex64 float32 float16 bfloat16 {FLOATS}"
 WIDE = ["int64", "uint64", "float64", "complex128"]
+NO_TYPE = (
+    f"is {{}}, which does not go from JAX {jax.__version__} to torch {torch.__version__}; write "
+    "x.astype(jnp.int8), or another dtype of at least 8 bits"
+)
 SHAPES = [(3, 4), (), (1,), (0, 3), (2, 1, 5)]
 
 
@@ -147,10 +151,10 @@ def test_what_has_no_tensor_is_named_with_the_way_out():
     reasons = {
         "gone": (gone, "was deleted, such as by donation"),
         "key": (jax.random.key(0), "pass jax.random.key_data(key)"),
-        "narrow": (array("int4"), "int4, which does not go from JAX"),
+        "narrow": (array("int4"), NO_TYPE.format("int4")),
         "number": (3.0, "is a float, not a jax.Array"),
         "numpy": (np.zeros(3), "is a ndarray, not a jax.Array"),
-        "rare": (array("float8_e4m3b11fnuz"), "float8_e4m3b11fnuz, which does not go"),
+        "rare": (array("float8_e4m3b11fnuz"), NO_TYPE.format("float8_e4m3b11fnuz")),
     }
     tree = {"none": None, "good": array("int32"), **{name: x for name, (x, _) in reasons.items()}}
     with refused("to_torch") as error:
@@ -165,7 +169,7 @@ def test_what_has_no_tensor_is_named_with_the_way_out():
         from_torch(np.zeros(3))
     with refused(r"torch.sparse_coo, not dense; write x.to_dense\(\)"):
         from_torch(torch.eye(3).to_sparse())
-    with refused("x: is torch.bits8, which JAX .* does not take; write x.float"):
+    with refused("x: is torch.bits8, which JAX .* does not take; cast it before"):
         from_torch({"x": torch.empty(2, dtype=torch.bits8)})
 
 

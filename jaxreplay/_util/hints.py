@@ -61,7 +61,6 @@ _OTHER_STEP_FIELDS = (
 )
 # Fields of a batch's items in other libraries, and here.
 _OTHER_ITEM_FIELDS = {
-    "first": "",
     "second": "next_obs",
     "observation": "obs",
     "observations": "obs",
@@ -75,6 +74,7 @@ _OTHER_ITEM_FIELDS = {
 # Fields of a batch in other libraries, and here.
 _OTHER_FIELDS = {
     "items": "batch.experience",
+    "first": "batch.experience",
     "indices": "batch.index",
     "idx": "batch.index",
     "probabilities": "batch.probability",
@@ -104,15 +104,20 @@ def step_fields(unknown: Iterable[str]) -> list[str]:
 
 def unknown_field(name: str, experience: Any) -> str:
     """Return the text for an unknown field of a batch. `experience`: the batch's items."""
-    is_own = name in getattr(experience, "__dataclass_fields__", {})
-    field = name if is_own else _OTHER_ITEM_FIELDS.get(name)
-    meant = _OTHER_FIELDS.get(name) if field is None else f"batch.experience.{field}".rstrip(".")
+    field = _field_of(experience, name)
+    meant = f"batch.experience.{field}" if field else _OTHER_FIELDS.get(name)
     return f"a Sample has no {name}" + (f"; did you mean {meant}?" if meant else "")
 
 
 def no_item_field(item: Any, name: str) -> Any:
     """Raise the AttributeError of an unknown field of a batch's items."""
-    meant = _OTHER_ITEM_FIELDS.get(name, "")
-    has_it = meant.partition(",")[0] in item.__dataclass_fields__
-    hint = f"; did you mean {meant}?" if has_it else ""
+    field = _field_of(item, name)
+    hint = f"; did you mean {field}?" if field else ""
     raise AttributeError(f"a {type(item).__name__} has no {name}{hint}")
+
+
+def _field_of(items: Any, name: str) -> str | None:
+    """Return how the field that is called so, here or in other libraries, is called in items."""
+    fields = getattr(items, "__dataclass_fields__", {})
+    field = name if name in fields else _OTHER_ITEM_FIELDS.get(name, "")
+    return field if field.partition(",")[0] in fields else None

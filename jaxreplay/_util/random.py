@@ -39,7 +39,9 @@ def words(key: Key, batch_size: int, purpose: int = 0) -> tuple[jax.Array, jax.A
     try:
         words = jax.random.key_data(key)
     except TypeError:
-        raise TypeError(f"expected a random key, jax.random.key(0), got {kind_of(key)}") from None
+        raise TypeError(
+            f"expected a random key, such as jax.random.key(0), got {kind_of(key)}"
+        ) from None
     if words.shape == (2,):
         high, low = _threefry(
             words,

@@ -47,7 +47,7 @@ class Objects(Files):
 
     def __init__(self, spec: Any, timeout: float):
         self._timeout = timeout
-        _no_value()
+        _no_value()  # an ImportError if TensorStore is too old
         if isinstance(spec, str):
             self.name, spec = spec, f"{spec.removesuffix('/')}/"
         elif not isinstance(spec, ts.KvStore):

@@ -1,6 +1,5 @@
 """A sampler and a view from outside the library pass the tests that every buffer passes."""
 
-import ast
 import dataclasses
 import functools
 import pathlib
@@ -29,8 +28,7 @@ LeastLearned = NAMES["LeastLearned"]
 
 def test_a_sampler_with_a_state_is_short_and_needs_no_private_name():
     its_own = CELL[: CELL.index("buffer = ")]
-    statements = [one for one in ast.walk(ast.parse(its_own)) if isinstance(one, ast.stmt)]
-    assert len(statements) <= 42
+    assert len(its_own.splitlines()) < 60
     assert not re.search(r"(?<!self)\._", its_own)
     assert NAMES["buffer"].get(NAMES["state"], np.arange(3)).probability.tolist() == (
         pytest.approx([1 / 9, 4 / 9, 4 / 9])

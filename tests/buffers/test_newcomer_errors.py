@@ -203,7 +203,8 @@ NAMES = {
     "buffer.sample(8)": """
         needs a state and a key: buffer.sample(state, jax.random.key(0))
         jaxreplay.Replay(buffer) keeps both""",
-    "uniform.sample(uniform_state, 0)": "expected a random key, jax.random.key(0), got an int",
+    "uniform.sample(uniform_state, 0)": """
+        expected a random key, such as jax.random.key(0), got an int""",
     "jr.jit(buffer).sample(8)": "needs a state and a key: buffer.sample(state, jax.random.key(0))",
     "jr.jit(buffer).capcity": "object has no attribute 'capcity'",
     "jr.Replay(buffer).extend(STEP)": "a Replay has no extend; it has replay.add(steps)",
@@ -228,6 +229,7 @@ NAMES = {
     # Sequences have a mask of their own.
     "batch_of_sequences.mask": "did you mean batch.experience.mask?",
     "batch_of_sequences.experience.done": "a SequenceBatch has no done",
+    "batch_of_sequences.rewards": "did you mean batch.experience.reward?",
 }
 
 INIT = {

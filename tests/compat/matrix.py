@@ -18,6 +18,9 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "install.md"
 OUT = ROOT / "out" / "matrix"
 TESTERS = "pytest>=9 pytest-xdist>=3.8 hypothesis>=6.155"
+# Modules of extras: a test that needs one is skipped where it cannot be imported.
+MODULES = {"torch": "jaxreplay.torch", "sb3": "jaxreplay.sb3", "checkpoint": "jaxreplay.checkpoint"}
+MODULES |= {"lerobot": "pyarrow, PIL, av", "ray": "ray"}
 SHOWN = ["jax", "numpy", "torch", "tensorstore"]
 TORCH = "tests/test_torch.py"
 # An object store needs a newer tensorstore than some have.
@@ -130,9 +133,11 @@ def passes(name, neighbour):
     ours = ["-e", f"{ROOT}{neighbour.extras}", *TESTERS.split()]
     install = [*uv, "pip", "install", "-p", python, "--override", overrides, *ours]
     tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "filterwarnings=default"]
+    imports = "".join(f"; import {MODULES[one]}" for one in re.findall(r"\w+", neighbour.extras))
     commands = (
         [*uv, "venv", "--clear", "-p", neighbour.python, folder],
         [*install, *neighbour.pins.split()],
+        [python, "-c", f"import jaxreplay{imports}"],
         [python, *tests, *shlex.split(neighbour.tests)],
     )
     environ = os.environ | {"JAXREPLAY_CACHE": "off", "PYTHONPATH": str(ROOT)}

@@ -85,7 +85,10 @@ def check_same(a, b, tolerance=0.0):
     leaves, others = jax.tree.leaves(a._asdict()), jax.tree.leaves(b._asdict())
     for x, y in zip(leaves, others, strict=True):
         assert (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device)
-        np.testing.assert_allclose(np.asarray(x), np.asarray(y), tolerance, tolerance)
+        if isinstance(x, torch.Tensor):
+            torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+        else:
+            np.testing.assert_array_equal(x, y)
 
 
 def added_to(buffers, steps):
