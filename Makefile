@@ -59,6 +59,7 @@ $(DOCS)/installed: Makefile pyproject.toml constraints.txt
 	touch $@
 
 docs: $(DOCS)/installed
+	rm -rf docs/api/names  # pages of names that went
 	$(DOCS)/bin/python -m sphinx -b html -q -E -W --keep-going docs out/docs
 
 pages: $(DOCS)/installed

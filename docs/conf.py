@@ -43,6 +43,19 @@ extensions = [
     "sphinx_design",
 ]
 
+# What users call of these classes; all public members of the others.
+SOME_MEMBERS = {
+    "jaxreplay.actors.Actor": "running, params, add, flush, log",
+    "jaxreplay.actors.Actors": "publish, metrics, stop, is_done",
+    "jaxreplay.actors.Feed": "start, take",
+    "jaxreplay.buffers.Plan": "batch",
+    "jaxreplay.samplers.Layout": "capacity, split, row, envs, wrap, traits",
+    "jaxreplay.samplers.Sampleable": (
+        "count, select, contains, age, live, is_candidate, look_back, layout, episodes"
+    ),
+    "jaxreplay.samplers.WriteEffect": "written",
+}
+
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 nb_execution_mode = "force"
@@ -56,7 +69,15 @@ napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
 napoleon_custom_sections = ["References"]
-autosummary_generate = False  # a table alone
+templates_path = ["_templates"]
+autosummary_context = {"some_members": SOME_MEMBERS}
+autosummary_imported_members = True
+# Some systems take two names that differ by a capital for one file.
+autosummary_filename_map = {
+    f"jaxreplay.{name}": f"jaxreplay.{name}_class"
+    for name in dir(jaxreplay)
+    if name.lower() != name and name.lower() in dir(jaxreplay)
+}
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 python_use_unqualified_type_names = True

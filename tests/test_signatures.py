@@ -40,11 +40,12 @@ def signatures():
 def signatures_of_actors():
     """Yield a line for each name of the reference. Users make a `Feed`, `start` the others."""
     page = (ROOT / "docs" / "api" / "actors.md").read_text()
-    entry = r"auto(?:class|function):: (\w+)(?:\n +:members: (.*))?"
-    for name, members in re.findall(entry, page):
+    conf = (ROOT / "docs" / "conf.py").read_text()
+    members = dict(re.findall(r'"jaxreplay\.actors\.(\w+)": "(.*)"', conf))
+    for name in re.findall(r"^   (\w+)$", page, re.MULTILINE):
         value, where = getattr(actors, name), f"jaxreplay.actors.{name}"
         yield where if name in ("Actor", "Actors") else where + signature_of(value)
-        for member in filter(None, members.split(", ")):
+        for member in members[name].split(", ") if inspect.isclass(value) else ():
             found = getattr(value, member)
             is_property = isinstance(found, property)
             yield f"{where}.{member}" + ("" if is_property else signature_of(found))

@@ -47,7 +47,7 @@ class SumTreeState(Node):
 
 
 class SumTree(Static):
-    """A sum tree over the leaves `0 .. capacity - 1`, whose masses are finite and at least 0.
+    """A sum tree over the leaves 0 to `capacity - 1`, whose masses are finite and at least 0.
 
     Args:
       capacity: Number of leaves, at least 1.
