@@ -29,6 +29,7 @@ from sphinx import addnodes  # noqa: E402
 from sphinx.errors import ExtensionError  # noqa: E402
 
 import jaxreplay  # noqa: E402
+import measured  # noqa: E402
 
 project = "jaxreplay"
 author = copyright = "The jaxreplay authors"
@@ -56,7 +57,8 @@ SOME_MEMBERS = {
     "jaxreplay.samplers.WriteEffect": "written",
 }
 
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["colon_fence", "substitution"]
+myst_substitutions = measured.substitutions()
 myst_heading_anchors = 3
 nb_execution_mode = "force"
 nb_execution_timeout = 300
