@@ -24,12 +24,12 @@ PROFILE = OUT / "ipython" / "profile_default"
 PROFILE.mkdir(parents=True, exist_ok=True)
 (PROFILE / "ipython_kernel_config.py").write_text("c.IPKernelApp.log_level = 'ERROR'\n")
 
+import measured  # noqa: E402
 from docutils import nodes  # noqa: E402
 from sphinx import addnodes  # noqa: E402
 from sphinx.errors import ExtensionError  # noqa: E402
 
 import jaxreplay  # noqa: E402
-import measured  # noqa: E402
 
 project = "jaxreplay"
 author = copyright = "The jaxreplay authors"

@@ -235,17 +235,20 @@ def test_a_world_models_replay_gives_each_new_sequence_once(run):
     assert figures["age of the others"] / figures["age by the rule"] == pytest.approx(1, abs=0.05)
 
 
-def programs(name):
-    """Return the Python blocks of a page."""
-    text = (EXAMPLES.parent / name).read_text()
-    return re.findall(r"```(?:python|{code-cell} ipython3)\n(.*?)```", text, re.DOTALL)
+NOT_RUN = re.compile(r"<!-- not run: it needs .+ -->")
+
+
+def blocks(page):
+    """Return the line above each Python block of a page that is no cell, and the block."""
+    text = (EXAMPLES.parent / page).read_text()
+    return re.findall(r"([^\n]*)\n```python\n(.*?)```", text, re.DOTALL)
 
 
 def test_the_programs_of_the_readme_run(tmp_path, monkeypatch):
-    """The second one is a part of an example; that of actors is a sketch, with `...` in it."""
+    """The second one is a part of an example."""
     for extra in ("torch", "stable_baselines3", "tensorstore"):
         pytest.importorskip(extra, reason="an extra is not installed")
-    first, part, *others = programs("README.md")
+    first, part, *others = [code for above, code in blocks("README.md") if not NOT_RUN.match(above)]
     names = {}
     exec(compile(first, "README.md", "exec"), names)
     assert names["batch"].is_valid.all()
@@ -255,11 +258,35 @@ def test_the_programs_of_the_readme_run(tmp_path, monkeypatch):
     names |= {"terminated": flags, "truncated": flags, "agent": {"w": zeros}}
     names["example"] = jax.tree.map(lambda leaf: leaf[0], names["step"])
     monkeypatch.chdir(tmp_path)
-    sketches = [program for program in others if "    ...  #" in program]
-    assert len(sketches) == 1
-    for program in [one for one in others if one not in sketches] * 2:  # the second time, restored
+    assert len(others) == 3
+    for program in others * 2:  # the second time, restored
         exec(compile(program, "README.md", "exec"), names)
     assert names["checkpointer"].all_steps() == [1000]
+
+
+def test_figures_of_the_readme_are_those_of_the_benchmarks():
+    docs = EXAMPLES.parent / "docs" / "measured.py"
+    found = runpy.run_path(str(docs))["substitutions"]()
+    text = (EXAMPLES.parent / "README.md").read_text()
+    assert found["measured"][:10] in text
+    assert f"jax {found['jax']}" in text
+    said = re.search(r"takes (\d+) us, flashbax's (\d+), and without them (\d+) and (\d+)", text)
+    loops = re.findall(r"fused loop[^|]*\| ([\d.]+) \| ([\d.]+)", found["gpu"])[:2]
+    assert [*map(int, said.groups())] == [round(float(one)) for loop in loops for one in loop]
+
+
+def test_each_python_block_of_the_documentation_runs_or_says_why_not():
+    """The build of the docs runs each cell."""
+    pages = [*(EXAMPLES.parent / "docs").rglob("*.md"), EXAMPLES.parent / "README.md"]
+    for page in pages:
+        for above, code in blocks(page):
+            compile(code, page, "exec")
+            ran = re.fullmatch(r"<!-- run by (tests/\S+\.py) -->", above)
+            if ran:
+                assert page.name in (EXAMPLES.parent / ran[1]).read_text(), page
+            elif page.name != "README.md":
+                assert NOT_RUN.fullmatch(above), (page, code)
+    assert len(pages) > 40
 
 
 def test_code_of_the_documentation_fits_its_column():
@@ -269,19 +296,13 @@ def test_code_of_the_documentation_fits_its_column():
         assert not [line for line in lines if len(line) > 80], page
 
 
-def test_the_gymnasium_loops_of_the_documentation_run():
+def test_the_gymnasium_loop_of_the_documentation_runs():
     pytest.importorskip("torch", reason="the torch extra is not installed")
-    loops = [
-        program
-        for page in ("README.md", "docs/torch.md")
-        for program in programs(page)
-        if program.startswith("import gymnasium")
-    ]
-    for loop in loops:
-        names = {}
-        exec(compile(loop, "documentation", "exec"), names)
-        assert names["batch"].is_valid.all()
-    assert loops
+    page = (EXAMPLES.parent / "docs" / "torch.md").read_text()
+    (loop,) = re.findall(r"ipython3\n(import gymnasium.*?)```", page, re.DOTALL)
+    names = {}
+    exec(compile(loop, "documentation", "exec"), names)
+    assert names["batch"].is_valid.all()
 
 
 @pytest.mark.skipif(not ALL, reason="in `make test-all`")

@@ -831,3 +831,8 @@ def test_a_replay_without_rows_is_answered():
         TimeoutError, match="sample: no batch can be sampled yet, 0 rows of at least 1"
     ):
         jr.Replay(OTHERS["items"]).sample()
+
+
+def test_a_batch_larger_than_the_buffer_warns():
+    with pytest.warns(UserWarning, match="batch_size=10 exceeds capacity=4.*were the two swapped"):
+        jr.items(capacity=4, batch_size=10)
