@@ -289,8 +289,13 @@ def test_each_python_block_of_the_documentation_runs_or_says_why_not():
     assert len(pages) > 40
 
 
+def test_the_documentation_is_short():
+    pages = (EXAMPLES.parent / "docs").rglob("*.md")
+    assert 10_000 < sum(len(page.read_text().split()) for page in pages) <= 24_000
+
+
 def test_code_of_the_documentation_fits_its_column():
-    code = r"```(?:python|bash|{code-cell} ipython3)\n(.*?)```"
+    code = r"```(?:python|bash|{code-cell})\n(.*?)```"
     for page in (EXAMPLES.parent / "docs").rglob("*.md"):
         lines = "\n".join(re.findall(code, page.read_text(), re.DOTALL)).splitlines()
         assert not [line for line in lines if len(line) > 80], page
@@ -299,7 +304,7 @@ def test_code_of_the_documentation_fits_its_column():
 def test_the_gymnasium_loop_of_the_documentation_runs():
     pytest.importorskip("torch", reason="the torch extra is not installed")
     page = (EXAMPLES.parent / "docs" / "torch.md").read_text()
-    (loop,) = re.findall(r"ipython3\n(import gymnasium.*?)```", page, re.DOTALL)
+    (loop,) = re.findall(r"{code-cell}\n(import gymnasium.*?)```", page, re.DOTALL)
     names = {}
     exec(compile(loop, "documentation", "exec"), names)
     assert names["batch"].is_valid.all()

@@ -19,7 +19,7 @@ from tests.samplers import test_laws
 from tests.support.buffers import Case, everything, jitted
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "extending.md"
-CELLS = re.findall(r"```{code-cell} ipython3\n(.*?)```", PAGE.read_text(), re.DOTALL)
+CELLS = re.findall(r"```{code-cell}\n(.*?)```", PAGE.read_text(), re.DOTALL)
 (CELL,) = (cell for cell in CELLS if "class LeastLearned" in cell)
 NAMES = {"jax": jax, "jnp": jnp, "jr": jr, "__name__": __name__}
 exec(compile(CELL, PAGE.name, "exec"), NAMES)

@@ -3,7 +3,7 @@ today's steps say what is in them. `python -m tests.checkpoint.test_golden` writ
 format."""
 
 import pathlib
-import re
+import runpy
 import shutil
 
 import jax
@@ -19,7 +19,7 @@ from tests.support.steps import begun, nth, stacked
 checkpoint = pytest.importorskip("jaxreplay.checkpoint", reason="an extra is not installed")
 manifest = pytest.importorskip("jaxreplay.checkpoint.manifest")
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "formats.md"
+READERS = pathlib.Path(__file__).parents[2] / "examples" / "formats.py"
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 BUFFER = jr.prioritized(
     capacity=24,
@@ -100,11 +100,9 @@ def test_rows_in_files_are_read(number, tmp_path):
         assert_same(found.get(every).experience, expected.get(every).experience)
 
 
-def test_the_page_of_formats_reads_the_rows(tmp_path):
-    """Its programs, over these files, and over a checkpoint of many groups of several saves."""
-    names = {}
-    for program in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
-        exec(compile(program, PAGE.name, "exec"), names)
+def test_the_readers_of_the_page_of_formats_read_the_rows(tmp_path):
+    """These files, and a checkpoint of many groups of several saves."""
+    names = runpy.run_path(str(READERS))
     saves = checkpoint.Checkpointer(
         tmp_path, BUFFER, compression_level=None, chunk_bytes=300, progress=False
     )

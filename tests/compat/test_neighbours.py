@@ -34,7 +34,7 @@ def test_a_loss_of_torchrl_takes_our_batch():
     objectives, torch = neighbour("torchrl.objectives"), neighbour("torch")
     modules = neighbour("torchrl.modules")
     names = {}
-    for program in re.findall(r"{code-cell} ipython3\n(.*?)```", PAGE.read_text(), re.DOTALL):
+    for program in re.findall(r"{code-cell}\n(.*?)```", PAGE.read_text(), re.DOTALL):
         exec(program, names)
     actor = modules.QValueActor(
         names["network"], in_keys=["observation"], action_space="categorical"
