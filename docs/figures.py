@@ -140,7 +140,7 @@ def tiers():
     """Draw what goes between the device, the host's memory and the disk."""
     axes = _canvas(9.5, 2.9, 14, 4.2)
     boxes = {
-        0.3: ("device", "index: flags, counters,\npriorities; 5 to 17 bytes a row", ROW),
+        0.3: ("device", "index: flags, counters,\npriorities; 5 to 22 bytes a row", ROW),
         5.3: ("host", "gathers the rows of a batch\nin a thread", NEXT_EPISODE),
         10.3: ("memory or files", "all rows", FINAL),
     }

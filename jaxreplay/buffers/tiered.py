@@ -1161,7 +1161,7 @@ def _rows_at(values: jax.Array, rows: Any) -> jax.Array:
 def tiered(
     buffer: ReplayBuffer[Any], *, rows: Any = "host", continue_streams: bool = False
 ) -> Tiered:
-    """Divide a buffer: the rows lie on the host, and an index of 5 to 17 bytes a row on the device.
+    """Divide a buffer: the rows lie on the host, and an index of 5 to 22 bytes a row on the device.
 
     Args:
       buffer: A `ReplayBuffer`. It is not changed.

@@ -116,7 +116,8 @@ class Prioritized(Sampler):
                 f"{type(self).__name__}: this view's window reaches to the end of the episode, so "
                 "rows become sampleable by whole episodes, but priorities need a window of fixed "
                 "length. Use sampler=jaxreplay.Uniform(), or a view with a fixed window: "
-                'jaxreplay.hindsight(..., strategy="random") or FutureView(unfinished=True)'
+                "unfinished=True of jaxreplay.hindsight or FutureView, or "
+                'jaxreplay.hindsight(..., strategy="random")'
             )
         return window
 

@@ -19,7 +19,7 @@ def open(
 ) -> Replay:
     """Open a checkpoint to sample from its rows where they lie; needs `jaxreplay[checkpoint]`.
 
-    The device gets an index of them, of 5 to 17 bytes a row, and the host 8 bytes a row. A batch
+    The device gets an index of them, of 5 to 22 bytes a row, and the host 8 bytes a row. A batch
     reads its own rows alone, from files that are mapped into memory, if they are on this machine
     and were written with `compression_level=None`. Such a file is read once before, to compare its
     checksum. Of others whole files are read, and the last ones are kept: that is fast if all of

@@ -66,7 +66,7 @@ class Replay:
         write to the tensors). Default: "jax".
       device: Device that stores the rows: a `jax.Device`, or a platform such as "cpu" for the
         host's memory. Batches go to JAX's default device. Default: JAX's default device.
-      rows: Where the rows lie: "device"; or with an index of 5 to 17 bytes a row on the device, as
+      rows: Where the rows lie: "device"; or with an index of 5 to 22 bytes a row on the device, as
         `jaxreplay.tiered` has it: "host", in the memory of the host; or the path of a folder on a
         disk of this machine, such as "/data/run7". Rows that the folder has already are those that
         the replay begins with, once it knows the shapes of a step. A class of your own, as
