@@ -1,0 +1,63 @@
+"""`pytest benchmarks/conformance --replay=my_adapter.py` holds an adapter to the properties."""
+
+import importlib.util
+import inspect
+import json
+import pathlib
+import sys
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+from properties import ALL  # noqa: E402
+from replay import Replay  # noqa: E402
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--replay", default=str(HERE / "adapters" / "ours.py"), help="file with adapters"
+    )
+    parser.addoption("--report", help="file to write what was found to, as JSON")
+
+
+def adapters_of(path):
+    """Return the adapters of a file, by the name of their class."""
+    spec = importlib.util.spec_from_file_location("adapter", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["adapter"] = module
+    spec.loader.exec_module(module)
+    return {
+        name: one
+        for name, one in vars(module).items()
+        if inspect.isclass(one)
+        and issubclass(one, Replay)
+        and one.name
+        and not name.startswith("_")
+    }
+
+
+def pytest_generate_tests(metafunc):
+    makes = adapters_of(metafunc.config.getoption("--replay"))
+    metafunc.parametrize("make", makes.values(), ids=makes)
+    metafunc.parametrize("has", ALL.values(), ids=ALL)
+
+
+FOUND = {}
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = (yield).get_result()
+    if report.when == "call":
+        make, has = item.callspec.params["make"], item.callspec.params["has"]
+        said = str(call.excinfo.value) if call.excinfo else ""
+        kind = {"passed": "holds", "skipped": "not offered", "failed": "fails"}[report.outcome]
+        FOUND.setdefault(make.name, {})[has.__name__] = [kind, said]
+
+
+def pytest_sessionfinish(session):
+    path = session.config.getoption("--report")
+    if path:
+        pathlib.Path(path).write_text(json.dumps(FOUND, indent=1))
