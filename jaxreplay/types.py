@@ -234,13 +234,13 @@ class Chunk(_Items):
 class SampleOptions(TypedDict, total=False):
     """Parameters of one call of `sample`, in place of the buffer's. All may be traced, so that a
     new value compiles nothing, and a population may give each member its own. Numbers out of range
-    are refused, unless they are traced.
+    are refused, unless they are traced; those of `n_step` count as the nearest in range.
 
     Args:
       beta: float[], at least 0: how far `weight` corrects the bias of prioritized sampling or of a
         blend, 0 not at all, 1 fully. Other samplers ignore it. Default: the sampler's.
-      n_step: int32[] or int32[B]: number of steps of transitions. Smaller ones than 1 count as 1,
-        larger ones than the buffer's as the buffer's. Default: the buffer's.
+      n_step: int32[] or int32[B], from 1 to the buffer's: number of steps of transitions. Default:
+        the buffer's.
       gamma: float[] or float[B], in [0, 1]: discount of one step of transitions. Default: the
         buffer's.
       fractions: Mapping of float[], at least 0, by name: what part of a batch each sampler of a

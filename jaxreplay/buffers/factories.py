@@ -1,6 +1,7 @@
 """Named buffers. Each composes storage, a sampler and a view in a few lines."""
 
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Required, TypedDict, TypeVar, Unpack, get_args, get_type_hints
 
@@ -64,6 +65,17 @@ def _spelled_out(make: F) -> F:
     return make
 
 
+def _made(sampler: Any, view: Any, shared: Any) -> ReplayBuffer[Any]:
+    buffer = ReplayBuffer(sampler=sampler, view=view, **shared)
+    if buffer.batch_size > buffer.capacity:
+        warnings.warn(
+            f"batch_size={buffer.batch_size} exceeds capacity={buffer.capacity}, so each batch "
+            "repeats rows; were the two swapped?",
+            stacklevel=3,
+        )
+    return buffer
+
+
 @_spelled_out
 def items(*, sampler: Sampler = _UNIFORM, **shared: Unpack[ItemOptions]) -> ReplayBuffer[PyTree]:
     """Make a buffer of independent items: any pytree, each sampleable at once.
@@ -91,7 +103,7 @@ def items(*, sampler: Sampler = _UNIFORM, **shared: Unpack[ItemOptions]) -> Repl
       >>> buffer.sample(state, jax.random.key(0)).experience["image"].shape
       (4, 8, 8)
     """
-    return ReplayBuffer(sampler=sampler, view=Item(), **shared)
+    return _made(sampler, Item(), shared)
 
 
 @_spelled_out
@@ -150,7 +162,7 @@ def transitions(
       [True, True, True]
     """
     view = TransitionView(n_step=n_step, gamma=gamma, discount_key=discount_key)
-    return ReplayBuffer(sampler=sampler, view=view, **shared)
+    return _made(sampler, view, shared)
 
 
 @_spelled_out
@@ -366,7 +378,7 @@ def sequences(
         cross_episodes=cross_episodes,
         recurrent_state_key=recurrent_state_key,
     )
-    return ReplayBuffer(sampler=sampler, view=view, **shared)
+    return _made(sampler, view, shared)
 
 
 @_spelled_out
@@ -429,7 +441,7 @@ def chunks(
     """
     as_tuple: Any = lambda offsets: tuple(offsets) if isinstance(offsets, list) else offsets
     view = ChunkView(obs=as_tuple(obs), action=as_tuple(action), pad=pad)
-    return ReplayBuffer(sampler=sampler, view=view, **shared)
+    return _made(sampler, view, shared)
 
 
 @_spelled_out
@@ -500,7 +512,7 @@ def future_pairs(
     )
     if sampler is None:
         sampler = UniformEpisodes(unfinished=unfinished or max_terminals is not None)
-    return ReplayBuffer(sampler=sampler, view=view, **shared)
+    return _made(sampler, view, shared)
 
 
 def rollout(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any, Generic, Unpack
 
@@ -117,12 +116,6 @@ class ReplayBuffer(Static, Generic[T]):
             raise ValueError(
                 f"ReplayBuffer: min_size={self.min_size} exceeds capacity={self.capacity}: "
                 "can_sample would never be True"
-            )
-        if self.batch_size > self.capacity:
-            warnings.warn(
-                f"ReplayBuffer: batch_size={self.batch_size} exceeds capacity={self.capacity}, so "
-                "each batch repeats rows; were the two swapped?",
-                stacklevel=2,
             )
 
     @functools.cached_property

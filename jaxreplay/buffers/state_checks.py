@@ -90,7 +90,14 @@ def _problem_of_rows(buffer: Any, state: ReplayState) -> str:
         got = (
             " and ".join("none" if not shape else f"{shape[0]:,}" for shape in sorted(rows)) or "no"
         )
-        return f"its stored steps have {got} rows, but the buffer has capacity={buffer.capacity}"
+        problem = f"its stored steps have {got} rows, but the buffer has capacity={buffer.capacity}"
+        under_vmap = {leaf.shape[1:2] for leaf in stored_arrays.stored_leaves(state.rows.steps)}
+        if under_vmap == {(buffer.capacity,)}:
+            problem += (
+                f"; it is {got} states, as `vmap` stacks them: take one, jax.tree.map(lambda leaf: "
+                "leaf[0], state), or map the method over them"
+            )
+        return problem
     return ""
 
 
@@ -122,6 +129,9 @@ def example_of(layout: Layout, steps: PyTree) -> Any:
     return row.replace(terminated=flag, truncated=flag, final_obs=final_obs)
 
 
+_SAID = {"before": "rows before one (burn_in, stack)", "after": "rows after one (n_step, length)"}
+
+
 def _differences(got: Any, expected: Specs) -> list[str]:
     """Return a line for each field that differs between two configurations."""
     lines = []
@@ -132,7 +142,10 @@ def _differences(got: Any, expected: Specs) -> list[str]:
             lines += (
                 _differences(other, mine)
                 if is_part
-                else [f"{field.name}: the state's is {other!r}, this buffer's {mine!r}"]
+                else [
+                    f"{_SAID.get(field.name, field.name)}: the state's is {other!r}, "
+                    f"this buffer's {mine!r}"
+                ]
             )
     return lines
 

@@ -401,6 +401,9 @@ USING = {
     "jr.inspect(buffer)": "inspect: the state must be a ReplayState,\ngot a NoneType",
     "jr.inspect(items, jr.items(capacity=4, batch_size=2).init(0.0))": INSPECTED,
     "jr.inspect(items, state)": INSPECTED,
+    "items.size(jax.tree.map(lambda leaf: leaf[None].repeat(2, 0), items.init(0.0)))": """
+        its stored steps have 2 rows, but the buffer has capacity=8; it is 2 states, as `vmap`
+        take one, jax.tree.map(lambda leaf: leaf[0], state), or map""",
     # Ends of streams.
     "items.end_streams(items.init(0))": "end_streams: items have no episodes",
     "buffer.end_streams(state, np.ones(3, bool))": """
@@ -509,7 +512,7 @@ USING = {
         no leaf of a row is named terminated""",
     "team.add(team_state, STEP)": "terminated: got bool[2], expected bool[2, 3]",
     # States of other buffers. What they store may be alike: the mass of rows does not reveal alpha.
-    "sample_of(n_step=3)": "after: the state's is 3, this buffer's 1",
+    "sample_of(n_step=3)": "rows after one (n_step, length): the state's is 3, this buffer's 1",
     "sample_of(**LOST)": """
         this state is not of this buffer
         autoreset: the state's is 'same_step_no_final_obs', this buffer's 'next_step'""",
