@@ -362,9 +362,13 @@ class SumTree(Static):
         """
         if not self.in_line:
             children = values.reshape(-1, fan_out)
-            if isinstance(group, slice):
-                return jnp.sum(children[group], axis=1)
-            return jnp.sum(children.at[group].get(mode="promise_in_bounds"), axis=1)
+            is_slice = isinstance(group, slice)
+            new = children[group] if is_slice else children.at[group].get(mode="promise_in_bounds")
+            while (width := new.shape[1]) > 1:  # a reduction's order would depend on the program
+                half = -(-width // 2)
+                high = jnp.pad(new[:, half:], ((0, 0), (0, 2 * half - width)))
+                new = new[:, :half] + high
+            return new[:, 0]
         new = [_child(values, group, fan_out, kth) for kth in range(fan_out)]
         while len(new) > 1:  # by pairs: smaller rounding errors than one by one
             new = [functools.reduce(jnp.add, new[kth : kth + 2]) for kth in range(0, len(new), 2)]
