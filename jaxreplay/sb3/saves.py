@@ -8,6 +8,7 @@
 A checkpoint has pickles, as the files of `model.save` do: load those that you trust.
 """
 
+import inspect
 import io
 import pickle
 import random
@@ -17,12 +18,13 @@ import numpy as np
 import torch
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
+from stable_baselines3.common.vec_env import VecEnvWrapper
 
 from jaxreplay._util import transfers
 from jaxreplay.sb3.base import DropInBuffer
 
 M = TypeVar("M", bound=OffPolicyAlgorithm)
-_EXTRAS = {"model": b"", "buffer": b"", "random": b"", "envs": b""}
+_EXTRAS = dict.fromkeys(("model", "buffer", "random", "envs", "statistics"), b"")
 
 
 class SaveCallback(BaseCallback):
@@ -36,7 +38,8 @@ class SaveCallback(BaseCallback):
       save_freq: Least number of env steps between two saves.
       max_to_keep: Number of newest checkpoints to keep. Default: 2.
       save_envs: Save the envs, too, pickled, so that a resumed run goes on within their episodes,
-        bit-identically. Otherwise they are reset. Default: False.
+        bit-identically. Otherwise they are reset; the statistics of a `VecNormalize` are kept.
+        Default: False.
       verbose: As for all callbacks. Default: 0.
     """
 
@@ -85,7 +88,8 @@ class SaveCallback(BaseCallback):
             "buffer": pickle.dumps(rest),
             # `load` seeds the action space anew
             "random": pickle.dumps((*_random_states(), model.action_space)),
-            "envs": pickle.dumps(model.get_env()) if self.save_envs else b"",
+            "envs": _pickled(model.get_env()) if self.save_envs else b"",
+            "statistics": pickle.dumps(_statistics(model)),
         }
         self._checkpointer.save(state, model.num_timesteps, extras=extras)
         self._last = model.num_timesteps
@@ -106,7 +110,8 @@ def resume(path: Any, model: M, step: int | None = None) -> M:
       has no checkpoint yet.
 
     Raises:
-      ValueError: The replay buffer is not one of `jaxreplay.sb3`, or has other arguments.
+      ValueError: The replay buffer is not one of `jaxreplay.sb3`, or has other arguments; or one
+        of the models has a `VecNormalize`, and the other none.
     """
     buffer = _buffer_of("resume", model)
     checkpointer = buffer._owner.last_checkpointer.at(path, buffer._owner.saved)
@@ -121,6 +126,8 @@ def resume(path: Any, model: M, step: int | None = None) -> M:
         )
     has_envs = bool(found["envs"])
     env = pickle.loads(found["envs"]) if has_envs else model.get_env()
+    if not has_envs:
+        _take_statistics(model, pickle.loads(found["statistics"]))
     # `load` makes a buffer that is not used
     options = model.replay_buffer_kwargs
     small = {"buffer_size": 1, "replay_buffer_kwargs": {**options, "rows": "device"}}
@@ -145,6 +152,47 @@ def resume(path: Any, model: M, step: int | None = None) -> M:
     torch.set_rng_state(of_cpu)
     torch.cuda.set_rng_state_all(of_gpus[: torch.cuda.device_count()])
     return restored
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles wrappers of envs, too. They refuse, since they keep the members of their class; a
+    `VecNormalize` leaves out what it wraps."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, VecEnvWrapper):
+            return NotImplemented
+        state = {name: each for name, each in vars(value).items() if name != "class_attributes"}
+        return _wrapper, (type(value), state)
+
+
+def _wrapper(kind: type, state: dict[str, Any]) -> Any:
+    wrapper: Any = object.__new__(kind)
+    members = {"class_attributes": dict(inspect.getmembers(kind))}
+    vars(wrapper).update(state | members)
+    return wrapper
+
+
+def _pickled(envs: Any) -> bytes:
+    _Pickler(content := io.BytesIO()).dump(envs)
+    return content.getvalue()
+
+
+def _statistics(model: Any) -> dict[str, Any] | None:
+    """Return the running statistics of `VecNormalize`, None without it."""
+    normalized = model.get_vec_normalize_env()
+    names = {"obs_rms", "ret_rms"}
+    return normalized and {name: vars(normalized)[name] for name in names & {*vars(normalized)}}
+
+
+def _take_statistics(model: Any, saved: dict[str, Any] | None) -> None:
+    normalized = model.get_vec_normalize_env()
+    if (normalized is None) != (saved is None):
+        with_it, without = ("saved", "new") if normalized is None else ("new", "saved")
+        raise ValueError(
+            f"resume: the {with_it} model's envs are in a VecNormalize, the {without} one's are not"
+        )
+    if normalized is not None:
+        vars(normalized).update(saved)
 
 
 def _random_states() -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from stable_baselines3 import DQN, SAC, HerReplayBuffer as TheirHer
 from stable_baselines3.common.envs import BitFlippingEnv
-from stable_baselines3.common.vec_env import DummyVecEnv
+from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor, VecNormalize
 
 from jaxreplay import checkpoint, sb3
 from tests.conftest import thorough
@@ -27,8 +27,9 @@ def small():
     }
 
 
-def dqn(kind=sb3.ReplayBuffer, num_envs=1, **options):
+def dqn(kind=sb3.ReplayBuffer, num_envs=1, normalize=False, **options):
     envs = DummyVecEnv([functools.partial(gymnasium.make, "CartPole-v1")] * num_envs)
+    envs = VecMonitor(VecNormalize(envs)) if normalize else envs
     given = {"train_freq": 2, "replay_buffer_class": kind, **small(), **options}
     return DQN("MlpPolicy", envs, **given)
 
@@ -52,6 +53,7 @@ MODELS = {
         **small(),
     ),
     "two envs": functools.partial(dqn, num_envs=2),
+    "normalized": lambda: dqn(normalize=True),
     "sac": sac,
     "her": her,
     "her with priorities": lambda: her(sb3.PrioritizedDQN, sb3.PrioritizedHerReplayBuffer),
@@ -62,7 +64,8 @@ MODELS = {
     "name",
     [
         "two envs",
-        *(thorough(name) for name in MODELS if name != "two envs"),
+        "normalized",
+        *(thorough(name) for name in MODELS if name not in ("two envs", "normalized")),
     ],
 )
 def test_a_resumed_run_ends_as_one_without_a_break(name, tmp_path):
@@ -97,6 +100,17 @@ def test_without_the_envs_they_are_reset(tmp_path):
     again.save(tmp_path / "model")  # it has nothing that cannot be pickled
     with refused("has a newer checkpoint", checkpoint.PathInUseError):  # by another run
         dqn().learn(50, callback=sb3.SaveCallback(tmp_path, save_freq=10))
+
+
+def test_the_statistics_of_normalized_envs_are_kept(tmp_path):
+    model = dqn(normalize=True).learn(40, callback=sb3.SaveCallback(tmp_path, save_freq=40))
+    again = sb3.resume(tmp_path, dqn(normalize=True))
+    for name in ("obs_rms", "ret_rms"):
+        saved, found = (getattr(one.get_vec_normalize_env(), name) for one in (model, again))
+        assert found.count == saved.count > 40
+        np.testing.assert_array_equal(found.mean, saved.mean)
+    with refused("the saved model's envs are in a VecNormalize, the new one's are not"):
+        sb3.resume(tmp_path, dqn())
 
 
 def test_a_resumed_buffer_stays_on_the_devices_of_the_new_one(tmp_path):
