@@ -1,6 +1,7 @@
 """The drop-in buffers for Stable-Baselines3: each chooses a sampler and a view."""
 
 import operator
+import warnings
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -246,12 +247,25 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         self.alpha, self.beta, self.epsilon = float(alpha), float(beta), float(epsilon)
         super().__init__(*args, n_steps=n_steps, gamma=gamma, **kwargs)
 
+    _num_unanswered = 0  # samples before the first update of priorities
+
     def _sampler(self) -> Prioritized:
         return Prioritized(alpha=self.alpha, beta=self.beta)
+
+    def _count_sample(self) -> None:
+        """Warn once if nobody updates priorities."""
+        self._num_unanswered += 1
+        if self._num_unanswered == 1_000:
+            warnings.warn(
+                f"{type(self).__name__}: 1,000 samples and no update of priorities: the algorithms "
+                "of Stable-Baselines3 make none, so rows are sampled uniformly; use PrioritizedDQN",
+                stacklevel=3,
+            )
 
     @transfers.allows
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> PrioritizedSamples:
         """Sample transitions in proportion to priority ** alpha, with their weights."""
+        self._count_sample()
         with self._monitor:
             self._check_not_empty()
             batch = self._owner.draw(operator.index(batch_size), {"beta": self.beta})
@@ -283,3 +297,4 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         priorities = np.array(priorities, np.float32).reshape(-1) + np.float32(self.epsilon)
         with self._monitor:
             self._owner.change(method("update_priorities"), indices, priorities)
+        self._num_unanswered = 1_000  # never warn

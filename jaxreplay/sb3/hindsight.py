@@ -241,6 +241,7 @@ class PrioritizedHerReplayBuffer(HerReplayBuffer, PrioritizedReplayBuffer):  # t
     @transfers.allows
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> PrioritizedSamples:
         """Sample transitions in proportion to priority ** alpha, with their weights."""
+        self._count_sample()
         item, (index, probability) = self._drawn(batch_size)
         probability = np.asarray(probability)
         if not probability.all():

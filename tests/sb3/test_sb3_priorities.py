@@ -141,3 +141,17 @@ def test_a_buffer_of_one_step_leaves_the_discounts_to_the_algorithm():
     ours = sb3.PrioritizedReplayBuffer(100, NUMBER, BOX)
     added_to([ours], itertools.islice(numbered(1, 200), 4))
     assert ours.sample(8000).discounts is None
+
+
+def test_an_algorithm_that_updates_no_priorities_is_told():
+    ours, _ = filled()
+    for _ in range(999):
+        ours.sample(8)
+    with pytest.warns(UserWarning, match="1,000 samples and no update .* use PrioritizedDQN"):
+        ours.sample(8)
+    for _ in range(1_000):  # once
+        ours.sample(8)
+    other, _ = filled()
+    other.update_priorities(other.sample(8).indices, np.ones(8))
+    for _ in range(1_000):
+        other.sample(8)
