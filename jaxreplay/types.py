@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
 import jax
 
 from jaxreplay._util.aliases import PyTree
-from jaxreplay._util.hints import no_item_field, unknown_field
+from jaxreplay._util.hints import no_item_field, no_items, unknown_field
 from jaxreplay._util.struct import Node
 
 T = TypeVar("T")  # the type of a view's items, such as `Transition`
@@ -61,6 +61,7 @@ class _Items(Node):
 
     if not TYPE_CHECKING:  # a type checker knows the fields
         __getattr__ = no_item_field
+        __getitem__ = no_items
 
 
 class Transition(_Items):
@@ -144,6 +145,8 @@ class Sample(Node, Generic[T]):
 
         def __getattr__(self, name: str) -> Any:
             raise AttributeError(unknown_field(name, vars(self).get("experience")))
+
+        __getitem__ = no_items
 
 
 class SequenceBatch(_Items):

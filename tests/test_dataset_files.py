@@ -22,7 +22,7 @@ E = 3
 
 def buffer(form="next_step", **options):
     sizes = {"capacity": 300, "num_envs": E, "batch_size": 8, "gamma": 0.5, "autoreset": form}
-    return jr.uniform(**sizes | options)
+    return jr.transitions(**sizes | options)
 
 
 @pytest.fixture(autouse=True)
@@ -488,6 +488,14 @@ REFUSED = {
     "npz_of(observations=np.array([None] * 6))": """
         a.npz: observations: cannot be read: expected an array of num""",
 }
+
+
+def test_many_rows_without_an_end_are_suspicious():
+    rows = np.zeros(1_001, np.float32)
+    data = dict.fromkeys(("obs", "action", "reward"), rows) | {"terminals": rows > 0}
+    buffer = jr.uniform(capacity=2_000, batch_size=1, autoreset="next_step")
+    with pytest.warns(UserWarning, match="no row of 1,001 is terminated, and no array says which"):
+        datasets.from_arrays(data, buffer)
 
 
 def test_what_does_not_fit_together_is_refused(tmp_path):

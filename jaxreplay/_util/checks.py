@@ -68,6 +68,16 @@ def check_range(where: str, name: str, value: Any, low: float, high: float) -> N
         raise ValueError(f"{where}: {name} must be {limits}, got {value}")
 
 
+def check_min_size(where: str, min_size: int, most: int, capacity: int) -> None:
+    """Raise a ValueError if so many rows can never be sampled: at most `most` can."""
+    if min_size > most:
+        rows = f"the {most} rows that can be sampled of " if most < capacity else ""
+        raise ValueError(
+            f"{where}: min_size={min_size} exceeds {rows}capacity={capacity}: can_sample would "
+            "never be True"
+        )
+
+
 def checked_seconds(where: str, timeout: Any, least: float = 0.0, name: str = "timeout") -> float:
     if (
         isinstance(timeout, bool)
@@ -249,8 +259,8 @@ def check_leaves(where: str, got: Any, expected: Specs, hint: str) -> None:
     )
     bad = []
     for path, spec in expected_leaves.items():
-        if f"{path}.0" in got_leaves:
-            of_list = [one for one in got_leaves if one.startswith(f"{path}.")]
+        of_list = [one for one in got_leaves if one.startswith(f"{path}.")]
+        if of_list and {*of_list[0].removeprefix(path)} == {".", "0"}:
             got_leaves = {one: got_leaves[one] for one in got_leaves if one not in of_list}
             bad.append(f"{path}: got {len(of_list)} leaves of a list: write np.array({path})")
         elif path not in got_leaves:
@@ -303,6 +313,11 @@ def reason_against(leaf: Any) -> str | None:
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
         return "a typed key cannot be stored; store jax.random.key_data(key)" if is_key else None
     dtype = getattr(leaf, "dtype", None)
+    if type(leaf).__module__ == "torch":
+        return "a tensor of PyTorch: use a jaxreplay.Replay, or jaxreplay.torch.from_torch(step)"
+    if isinstance(leaf, int):
+        leaf = np.asarray(leaf)
+        dtype = leaf.dtype
     if not isinstance(dtype, np.dtype):
         if isinstance(leaf, bool | int | float | complex) or hasattr(leaf, "__jax_array__"):
             return None

@@ -30,6 +30,20 @@ _OTHER_ARGUMENTS = {
     "sample_sequence_length": "length",
     "sequence_length": "length",
 }
+# What takes an argument that a buffer does not take.
+_TAKERS = (
+    dict.fromkeys(("alpha", "beta", "stratified", "new_priority"), "jaxreplay.prioritized")
+    | dict.fromkeys(("length", "burn_in", "period"), "jaxreplay.sequences")
+    | dict.fromkeys(("device", "framework", "rows", "seed"), "jaxreplay.Replay")
+    | dict.fromkeys(
+        ("autoreset", "track_episodes", "num_agents"), "a buffer of steps, as jaxreplay.uniform,"
+    )
+    | {"sampler": "jaxreplay.transitions", "view": "jaxreplay.ReplayBuffer", "example": "init"}
+)
+# Methods of buffers in other libraries, and here.
+_OTHER_METHODS = dict.fromkeys(("push", "insert", "store", "append", "put"), "add") | {
+    "set_priorities": "update_priorities"
+}
 
 
 _DONE = (
@@ -88,11 +102,44 @@ def unknown_arguments(where: str, unknown: Iterable[str], known: Iterable[str]) 
     known = list(known)
     lines = []
     for name in unknown:
-        close = difflib.get_close_matches(name, known, 1)
-        meant = _OTHER_ARGUMENTS.get(name, *close)
-        takes = f"it takes {', '.join(known) or 'no arguments'}"
-        lines.append(f"{where} takes no {name}; {f'did you mean {meant}?' if meant else takes}")
+        meant = _OTHER_ARGUMENTS.get(name, name)
+        close = [meant] if meant in known else difflib.get_close_matches(meant, known, 1, 0.7)
+        if meant in _TAKERS and meant not in known:
+            hint = f"{_TAKERS[meant]} takes {'it' if meant == name else meant}"
+        elif close:
+            hint = f"did you mean {close[0]}?"
+        else:
+            hint = f"it takes {', '.join(known) or 'no arguments'}"
+        lines.append(f"{where} takes no {name}; {hint}")
     return "\n  ".join(lines)
+
+
+def unknown_attribute(value: Any, name: str) -> str:
+    """Return the text for an unknown method, or field, of a value."""
+    kind, fields = type(value), getattr(type(value), "__dataclass_fields__", ())
+    known = [*dir(kind), *fields]
+    meant = _OTHER_METHODS.get(name)
+    close = [meant] if meant in known else difflib.get_close_matches(name, known, 1, 0.7)
+    return f"a {kind.__name__} has no {name}" + (f"; did you mean {close[0]}?" if close else "")
+
+
+def no_attribute(value: Any, name: str) -> Any:
+    """Raise the AttributeError of an unknown method, or field, of a buffer."""
+    raise AttributeError(unknown_attribute(value, name))
+
+
+def no_state_attribute(state: Any, name: str) -> Any:
+    """Raise the AttributeError of an unknown field of a state."""
+    what = f"a {type(state).__name__} has no {name}"
+    raise AttributeError(f"{what}; methods are the buffer's: buffer.{name}(state, ...)")
+
+
+def no_items(value: Any, key: Any) -> Any:
+    """Raise the TypeError for a batch that is unpacked, or read by key."""
+    raise TypeError(
+        f"a {type(value).__name__} has fields, and no items: write batch.experience.obs, not "
+        "batch[...] or obs, ... = batch"
+    )
 
 
 def step_fields(unknown: Iterable[str]) -> list[str]:

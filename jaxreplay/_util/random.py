@@ -42,6 +42,8 @@ def words(key: Key, batch_size: int, purpose: int = 0) -> tuple[jax.Array, jax.A
         raise TypeError(
             f"expected a random key, such as jax.random.key(0), got {kind_of(key)}"
         ) from None
+    if words.ndim > 1:
+        raise TypeError(f"expected one random key, got {words.shape[0]} of them; use jax.vmap")
     if words.shape == (2,):
         high, low = _threefry(
             words,

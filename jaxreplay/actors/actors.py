@@ -3,6 +3,7 @@
 import atexit
 import collections
 import dataclasses
+import inspect
 import itertools
 import math
 import os
@@ -170,6 +171,8 @@ class Actors:
         self._block_of_all = self._block * num
         self._max_staleness, self._default = max_staleness, steps_per_version
         data = _pickled("start", params)
+        if isinstance(on, str) or inspect.isfunction(on):
+            raise ValueError(f"start: on must be actors.local(), ray() or threads(), got {on!r}")
         self._engine: Engine = (on or local())(act, setup)
         before = [] if saved is None else saved["incarnations"]
         for line in self._inbox.lines:

@@ -265,8 +265,8 @@ class WorkerProcesses:
         )
         if not process.has_begun:
             why += (
-                ", before it began. Each process imports the learner's script, whose main part "
-                'must be below `if __name__ == "__main__":`'
+                ", before it began. Each process imports the learner's script: `act` must be above "
+                '`if __name__ == "__main__":`, and the main part below it'
             )
         return News(index, process.incarnation, "lost", why)
 

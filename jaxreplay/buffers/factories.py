@@ -1,11 +1,13 @@
 """Named buffers. Each composes storage, a sampler and a view in a few lines."""
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Required, TypedDict, TypeVar, Unpack, get_args, get_type_hints
+from typing import Any, Required, TypedDict, TypeVar, Unpack, cast, get_args, get_type_hints
 
 from jaxreplay._util.aliases import Autoreset, PyTree
+from jaxreplay._util.hints import unknown_arguments
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.rollout import Rollout
 from jaxreplay.samplers import Sampler
@@ -44,7 +46,8 @@ class BufferOptions(ItemOptions, total=False):
 
 
 def _spelled_out(make: F) -> F:
-    """Show the options of `shared` in a function's signature, those that are required first."""
+    """Show the options of `shared` in a function's signature, those that are required first, and
+    refuse others by the function's name."""
     signature = inspect.signature(make)
     *own, shared = signature.parameters.values()
     (options,) = get_args(shared.annotation)
@@ -61,8 +64,16 @@ def _spelled_out(make: F) -> F:
     has_default = lambda parameter: parameter.default is not shared.empty
     parameters = [one for one in given if not has_default(one)] + own
     parameters += filter(has_default, given)
-    vars(make)["__signature__"] = signature.replace(parameters=sorted(parameters, key=has_default))
-    return make
+    names = [one.name for one in sorted(parameters, key=has_default)]
+
+    @functools.wraps(make)
+    def made(**options: Any) -> Any:
+        if unknown := [name for name in options if name not in names]:
+            raise TypeError(unknown_arguments(make.__name__, unknown, names))
+        return make(**options)
+
+    vars(made)["__signature__"] = signature.replace(parameters=sorted(parameters, key=has_default))
+    return cast(F, made)
 
 
 def _made(sampler: Any, view: Any, shared: Any) -> ReplayBuffer[Any]:
@@ -71,7 +82,7 @@ def _made(sampler: Any, view: Any, shared: Any) -> ReplayBuffer[Any]:
         warnings.warn(
             f"batch_size={buffer.batch_size} exceeds capacity={buffer.capacity}, so each batch "
             "repeats rows; were the two swapped?",
-            stacklevel=3,
+            stacklevel=4,
         )
     return buffer
 

@@ -1,7 +1,7 @@
 """Batches with parts from several buffers: offline and online data, or one buffer a task."""
 
 from collections.abc import Mapping
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,14 @@ class Mixture(Static):
     """
 
     members: tuple[tuple[str, ReplayBuffer, int], ...]
+
+    if not TYPE_CHECKING:  # a type checker knows the methods
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(
+                f"a Mixture has no {name}; each member has its own: states[name] = "
+                f"buffer.add(states[name], step)"
+            )
 
     def _check(self) -> None:
         if not self.members:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Generic, Unpack
+from typing import TYPE_CHECKING, Any, Generic, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxreplay import autoreset
 from jaxreplay._util import checks, random
 from jaxreplay._util.aliases import Autoreset, Key, PyTree
+from jaxreplay._util.hints import no_attribute
 from jaxreplay._util.names import kind_of
 from jaxreplay._util.serialization import tell_flax
 from jaxreplay._util.struct import Static
@@ -112,11 +113,13 @@ class ReplayBuffer(Static, Generic[T]):
         given = ("num_agents",) if self.num_agents is not None else ()
         for name in ("batch_size", "min_size", *given):
             checks.check_size("ReplayBuffer", name, getattr(self, name))
-        if self.min_size > self.capacity:
-            raise ValueError(
-                f"ReplayBuffer: min_size={self.min_size} exceeds capacity={self.capacity}: "
-                "can_sample would never be True"
-            )
+        # each env's newest row waits for the next one, or is a final one
+        waits = bool(self.window.after) and self.autoreset in ("next_step", "same_step")
+        most = self.capacity - self.num_envs * waits
+        checks.check_min_size("ReplayBuffer", self.min_size, most, self.capacity)
+
+    if not TYPE_CHECKING:  # a type checker knows the methods
+        __getattr__ = no_attribute
 
     @functools.cached_property
     def window(self) -> Window:

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import operator
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -42,6 +43,7 @@ _NAMES = {
 _REQUIRED = "obs", "action", "reward", "terminated"
 _FLAGS = "terminated", "truncated"
 _NUMBERS = "episode_ends", "episode"
+_LONG = 1_000  # rows: few episodes have more, and no flag
 
 
 def from_arrays(
@@ -362,6 +364,8 @@ def _blocks(
     row_bytes = sum(array.row_bytes for array in jax.tree.leaves(fields))
     most = max(BLOCK_BYTES // max(row_bytes, 1), 1)
     flags = [jax.tree.leaves(fields.pop(field, None)) for field in _FLAGS]
+    tells_ends = counts or is_episode or ends is not None or bool(flags[1])
+    tells_ends |= not {"episode", "next_obs"}.isdisjoint(fields)
     for start in range(0, total, most):
         stop = min(start + most, total)
         terminated, truncated = _read_flags(flags, start, stop)
@@ -379,7 +383,14 @@ def _blocks(
         if ends is not None:
             read["episode"] = np.searchsorted(ends, np.arange(start, stop), side="right")
         read["reward"] = jax.tree.map(_narrow, read["reward"])
+        tells_ends |= bool((terminated | truncated).any())
         yield SourceRows(**read, terminated=terminated, truncated=truncated)
+    if not tells_ends and total > _LONG:
+        warnings.warn(
+            f"{where}: no row of {total:,} is terminated, and no array says which are truncated: "
+            'they are one episode. If not, name it: names={"truncated": ...}, or "episode_ends"',
+            stacklevel=2,
+        )
 
 
 def _check_alike(

@@ -13,6 +13,7 @@ import jax
 
 from jaxreplay._util import checks, transfers
 from jaxreplay._util.aliases import Framework, PyTree
+from jaxreplay._util.hints import unknown_attribute
 from jaxreplay._util.names import kind_of
 from jaxreplay.actors import Actor, Actors
 from jaxreplay.actors.actor import Setup
@@ -190,7 +191,7 @@ class Replay:
         def __getattr__(self, name: str) -> Any:
             instead = VERBS[name].of_replay if name in VERBS else None
             hint = f"; it has {instead}" if instead else ""
-            raise AttributeError(f"a Replay has no {name}{hint}")
+            raise AttributeError(unknown_attribute(self, name) + hint)
 
     @property
     def buffer(self) -> Any:

@@ -30,13 +30,14 @@ Glossary, for the whole library. E is the number of envs, N the number of rows o
 """
 
 import operator
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxreplay._util import random
 from jaxreplay._util.aliases import PyTree
+from jaxreplay._util.hints import no_state_attribute
 from jaxreplay._util.names import has_shapes
 from jaxreplay._util.struct import Node, static_field
 from jaxreplay.storage import ring, row_flags, stored_arrays
@@ -182,6 +183,9 @@ class ReplayState(Node):
     rows: Rows
     counters: Counters
     sampler: Any
+
+    if not TYPE_CHECKING:  # a type checker knows the fields
+        __getattr__ = no_state_attribute
 
     @classmethod
     def empty(cls, layout: Layout, example: PyTree, sampler: PyTree) -> "ReplayState":

@@ -80,7 +80,9 @@ MAKING = {
     "jr.items(capacity=8, batch_size=np.array(4))": "batch_size is an array int64[]",
     "jr.ReplayBuffer(**SIZES, **NEXT, sampler=jr.Uniform(), view=jr.views.Item())": """
         stores items, which have no episodes""",
-    "jr.items(**SIZES, track_episodes=True)": "stores items, which have no episodes",
+    "jr.ReplayBuffer(**SIZES, view=jr.views.Item(), sampler=jr.Uniform(), track_episodes=True)": """
+        stores items, which have no episodes""",
+    "jr.uniform(**SIZES, **NEXT, min_size=8)": "min_size=8 exceeds the 6 rows that can be sampled",
     "jr.transitions(**SIZES, **NEXT, sampler=jr.Queue)": """
         sampler must be an instance of a jaxreplay.samplers.Sampler, such as jaxreplay.Uniform()
         got <class""",
@@ -178,8 +180,6 @@ MAKING = {
     "jr.Replay(uniform, framework='tf')": "Replay: framework must be one of",
     # Several agents.
     "jr.uniform(**SIZES, **NEXT, num_agents=0)": "num_agents must be an int of at least 1",
-    "jr.items(capacity=8, batch_size=2, num_agents=2)": """
-        leave out autoreset, track_episodes and num_agents""",
     "jr.rollout(length=4, num_envs=1, **NEXT, num_agents=3).from_trajectories(None, [])": """
         needs a rollout of one env
         no num_agents""",
@@ -205,8 +205,20 @@ NAMES = {
         jaxreplay.Replay(buffer) keeps both""",
     "uniform.sample(uniform_state, 0)": """
         expected a random key, such as jax.random.key(0), got an int""",
+    "uniform.sample(uniform_state, jax.random.split(key))": "expected one random key, got 2 of",
     "jr.jit(buffer).sample(8)": "needs a state and a key: buffer.sample(state, jax.random.key(0))",
-    "jr.jit(buffer).capcity": "object has no attribute 'capcity'",
+    "jr.jit(buffer).capcity": "a ReplayBuffer has no capcity; did you mean capacity?",
+    "buffer.push": "a ReplayBuffer has no push; did you mean add?",
+    "jr.jit(buffer).set_priorities": "did you mean update_priorities?",
+    "state.add": "a ReplayState has no add; methods are the buffer's: buffer.add(state, ...)",
+    "mixture.add": "a Mixture has no add; each member has its own",
+    "jr.Replay(buffer).push": "a Replay has no push; did you mean add?",
+    "jr.uniform(**SIZES, alpha=1.0)": "uniform takes no alpha; jaxreplay.prioritized takes it",
+    "jr.uniform(**SIZES, sequence_length=4)": "jaxreplay.sequences takes length",
+    "jr.items(**SIZES, track_episodes=True)": "items takes no track_episodes; a buffer of steps",
+    "jr.items(**SIZES, autoreset='next_step')": "items takes no autoreset; a buffer of steps, as",
+    "batch[0]": "a Sample has fields, and no items: write batch.experience.obs",
+    "[*batch.experience]": "a Transition has fields, and no items",
     "jr.Replay(buffer).extend(STEP)": "a Replay has no extend; it has replay.add(steps)",
     "jr.Replay(buffer).size()": "a Replay has no size; it has len(replay)",
     "batch.items": "did you mean batch.experience?",
