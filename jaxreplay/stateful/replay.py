@@ -976,7 +976,10 @@ class Replay:
             if size < owner.buffer.min_size
             else f"{of}{size} rows, but none of a positive priority, or of the fractions asked for"
         )
-        return f"no batch can be sampled yet, {why}: add steps first, or wait with timeout="
+        cure = "add steps first, or wait with timeout="
+        if not owner.has_example:
+            cure += "; the rows that a folder has need example="
+        return f"no batch can be sampled yet, {why}: {cure}"
 
     def _check_open(self) -> None:
         if self._is_closed:
