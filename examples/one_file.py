@@ -83,8 +83,8 @@ class Config:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=[
-        *("obs", "action", "reward", "kind", "head", "lap", "ends_next", "pending", "candidates"),
-        *("first", "order", "tree", "waiting", "max_priority"),
+        *("obs", "action", "reward", "kind", "number", "head", "lap", "ends_next", "pending"),
+        *("next_number", "order", "tree", "waiting", "max_priority"),
     ],
     meta_fields=["config"],
 )
@@ -96,15 +96,15 @@ class State:
     action: Any  # leaves [capacity, ...]
     reward: jax.Array  # float32[capacity]
     kind: jax.Array  # uint8[capacity]: STEP, TERMINATED or FINAL
+    number: jax.Array  # int32[capacity]: candidates that the env wrote before it, modulo L + 1
     # Counters of each env.
     head: jax.Array  # int32[E]: position of the next row
     lap: jax.Array  # uint32[E]: how often the ring was filled
     ends_next: jax.Array  # bool[E]: the next row is a final row, with "next_step"
     pending: jax.Array  # int32[E]: newest rows whose windows are incomplete, at most n_step
-    candidates: jax.Array  # int32[E]: rows that are not final, pending ones included
-    # Uniform: a ring of the positions of the candidates of each env, and the place of the oldest.
-    first: jax.Array  # int32[E]
-    order: Any  # int32[capacity]; None if prioritized
+    next_number: jax.Array  # int32[E]: number of the next row
+    # Uniform.
+    order: Any  # int32[E, L + 1]: position of the candidate of each number; None if prioritized
     # Prioritized: a row's mass is its priority ** alpha.
     tree: Any  # sum tree over the masses of the sampleable rows; None if uniform
     waiting: Any  # float32[E, n_step + 1]: masses of the newest rows, the newest last; or None
@@ -160,9 +160,9 @@ def init(config: Config, obs: Any, action: Any) -> State:
         lap=zeros(jnp.uint32),
         ends_next=zeros(bool),
         pending=zeros(jnp.int32),
-        candidates=zeros(jnp.int32),
-        first=zeros(jnp.int32),
-        order=jnp.zeros(capacity, jnp.int32) if is_uniform else None,
+        number=jnp.zeros(capacity, jnp.int32),
+        next_number=zeros(jnp.int32),
+        order=jnp.zeros((num_envs, config.length + 1), jnp.int32) if is_uniform else None,
         tree=None if is_uniform else _tree_init(capacity),
         waiting=None if is_uniform else jnp.zeros((num_envs, config.n_step + 1), jnp.float32),
         max_priority=jnp.float32(1),
@@ -218,12 +218,7 @@ def _append(state, obs, action, reward, kind, where) -> State:
     """Write one row of each env, [E, ...], at the head of its ring, where `where` is True."""
     config, length = state.config, state.config.length
     env = jnp.arange(config.num_envs, dtype=jnp.int32)
-    row = env * length + state.head
-    replaced = state.kind[row]
-    was_candidate = where & (state.lap > 0) & (replaced != FINAL)  # the oldest one of a full ring
-    # XLA writes in place only where the write depends on all reads of the old values. So it depends
-    # on `replaced`, by a condition that is always True. Otherwise XLA would copy all kinds.
-    row = jnp.where(where & (replaced <= FINAL), row, config.capacity)
+    row = jnp.where(where, env * length + state.head, config.capacity)
     put = lambda stored, new: stored.at[row].set(jnp.asarray(new, stored.dtype), mode="drop")
 
     # A window is complete with its last step, or where its episode ends. So a row that ends an
@@ -231,15 +226,12 @@ def _append(state, obs, action, reward, kind, where) -> State:
     pending = jnp.where(kind == STEP, jnp.minimum(state.pending + 1, config.n_step), 0)
     pending = jnp.where(where, pending, state.pending)
     is_candidate = where & (kind != FINAL)
-    first = jnp.where(was_candidate, (state.first + 1) % length, state.first)
-    candidates = state.candidates - was_candidate.astype(jnp.int32)
     new = {}
     if config.prioritized:
         new["waiting"], new["tree"] = _became_sampleable(state, kind, pending, where)
     else:
-        place = env * length + (first + candidates) % length
-        place = jnp.where(is_candidate, place, config.capacity)
-        new["order"] = state.order.at[place].set(state.head, mode="drop")
+        # Written for any row, since no candidate has the next number yet.
+        new["order"] = state.order.at[env, state.next_number].set(state.head)
     head = state.head + where.astype(jnp.int32)
     return dataclasses.replace(
         state,
@@ -247,11 +239,11 @@ def _append(state, obs, action, reward, kind, where) -> State:
         action=jax.tree.map(put, state.action, action),
         reward=put(state.reward, reward),
         kind=put(state.kind, kind),
+        number=put(state.number, state.next_number),
         head=jnp.where(head == length, 0, head),
         lap=state.lap + (head == length).astype(jnp.uint32),
         pending=pending,
-        candidates=candidates + is_candidate.astype(jnp.int32),
-        first=first,
+        next_number=(state.next_number + is_candidate.astype(jnp.int32)) % (length + 1),
         **new,
     )
 
@@ -337,7 +329,15 @@ def get(state: State, row: jax.Array) -> Transition:
 
 def size(state: State) -> jax.Array:
     """Return the number of rows that can be sampled: int32[]."""
-    return (state.candidates - state.pending).sum(dtype=jnp.int32)
+    return _counts(state)[1].sum(dtype=jnp.int32)
+
+
+def _counts(state):
+    """Return each env's first candidate, by its number, and how many can be sampled: int32[E]."""
+    length, env = state.config.length, jnp.arange(state.config.num_envs, dtype=jnp.int32)
+    oldest = env * length + jnp.where(state.lap > 0, state.head, 0)
+    first = jnp.where((state.lap > 0) | (state.head > 0), state.number[oldest], state.next_number)
+    return first, (state.next_number - first) % (length + 1) - state.pending
 
 
 def sample(state: State, key: jax.Array, batch_size: int, beta: Any = 0.4) -> Sample:
@@ -370,13 +370,13 @@ def _uniform(state, key, batch_size):
     Pending rows are the newest candidates, so the sampleable ones are the first of `order`. A
     position chosen among all written rows would have to be refused where it is none of these.
     """
-    length, count = state.config.length, state.candidates - state.pending
+    length, (first, count) = state.config.length, _counts(state)
     ends = jnp.cumsum(count, dtype=jnp.int32)
     nth = jax.random.randint(key, (batch_size,), 0, jnp.maximum(ends[-1], 1), jnp.int32)
     env = jnp.searchsorted(ends, nth, side="right").astype(jnp.int32)
     env = jnp.minimum(env, state.config.num_envs - 1)
-    place = (state.first[env] + nth - (ends - count)[env]) % length
-    return env * length + state.order[env * length + place]
+    number = (first[env] + nth - (ends - count)[env]) % (length + 1)
+    return env * length + state.order[env, number]
 
 
 # Priorities.
