@@ -13,81 +13,58 @@
 
 What it does. `State` is an immutable pytree, and all functions are pure: they work in `jit`, `scan`
 and `vmap`, and update a donated state in place. Items are n-step transitions, sampled uniformly or
-by priority (Schaul et al. 2016). An observation is stored once, with its own dtype. At a time
-limit, `next_obs` is the true final observation. Each env has a ring of its own, so that some envs
-may take no step.
+by priority. An observation is stored once, with its own dtype. At a time limit, `next_obs` is the
+true final observation. Each env has a ring of its own, so that some envs may take no step.
 
 What it lacks. Sequences, frame stacks and hindsight goals. Checkpoints. Rows on the host or on a
 disk. Several agents or devices. Stratified, FIFO and recent samples. Adding many steps at once.
 Array layouts for GPUs and TPUs. Checks of shapes, and warnings of a wrong `autoreset`. Threads,
-actors in processes, PyTorch. A priority tree of more than 2**27 rows.
-
-Import jaxreplay (https://github.com/jaxreplay/jaxreplay) if you need one of these. Its tests hold
-this file to the package row by row, and benchmarks/conformance holds both to the same properties.
+actors in processes, PyTorch. Import jaxreplay (https://github.com/jaxreplay/jaxreplay) if you need
+one of these. Its tests compare this file with the package, row by row.
 """
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-STEP, TERMINATED, FINAL = 0, 1, 2  # kinds of rows
+STEP, TERMINATED, FINAL = np.uint8(0), np.uint8(1), np.uint8(2)  # kinds of rows
 AUTORESETS = ("next_step", "same_step", "same_step_no_final_obs")
 FAN_OUT = 16  # children of a node in the sum tree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """What a buffer is. It is hashable, and a static part of the state.
+    """What a buffer is: hashable, and a static part of the state.
 
-    Attributes:
-      capacity: Number of rows of all envs. Each env has `capacity // num_envs`. A final observation
-        takes a row, too.
-      num_envs: Number of envs, E.
-      autoreset: What the envs do when an episode ends. "next_step": the step after a done ignores
-        its action; its `obs` is the final observation (Gymnasium 1.x). "same_step": a done returns
-        the next episode's first observation, and the final one beside it (gymnax).
-        "same_step_no_final_obs": the same, and the final observation is lost (Brax).
-      n_step: Number of steps of a transition. Default: 1.
-      gamma: Discount of one step. Default: 0.99.
-      prioritized: Sample by priority, instead of uniformly. Default: False.
-      alpha: Exponent of priorities. Default: 0.6.
+    `autoreset` says what the envs do when an episode ends. "next_step": the step after a done
+    ignores its action, and its `obs` is the final observation (Gymnasium 1.x). "same_step": a done
+    returns the next episode's first observation, and the final one beside it (gymnax).
+    "same_step_no_final_obs": the same, but the final observation is lost (Brax).
     """
 
-    capacity: int
-    num_envs: int
+    capacity: int  # number of rows of all envs; a final observation takes a row, too
+    num_envs: int  # E
     autoreset: str
-    n_step: int = 1
-    gamma: float = 0.99
-    prioritized: bool = False
-    alpha: float = 0.6
+    n_step: int = 1  # steps of a transition
+    gamma: float = 0.99  # discount of a step
+    prioritized: bool = False  # sample by priority, instead of uniformly
+    alpha: float = 0.6  # exponent of priorities
 
     def __post_init__(self):
         if self.autoreset not in AUTORESETS:
             raise ValueError(f"autoreset must be one of {AUTORESETS}, got {self.autoreset!r}")
         if self.n_step < 1 or self.length <= self.n_step or self.capacity % self.num_envs:
-            raise ValueError(
-                "capacity must be a multiple of num_envs, with more than n_step >= 1 rows for each "
-                f"env; got capacity={self.capacity}, num_envs={self.num_envs}, n_step={self.n_step}"
-            )
+            raise ValueError(f"capacity must be num_envs times more than n_step rows, got {self}")
 
     @property
     def length(self) -> int:
-        """Number of rows of each env, L. Row `env * L + position` is at a position of its ring."""
+        """Number of rows of each env, L. Row `env * L + position` has this position in its ring."""
         return self.capacity // self.num_envs
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        *("obs", "action", "reward", "kind", "number", "head", "lap", "ends_next", "pending"),
-        *("next_number", "order", "tree", "waiting", "max_priority"),
-    ],
-    meta_fields=["config"],
-)
 @dataclasses.dataclass(frozen=True)
 class State:
     config: Config
@@ -103,12 +80,14 @@ class State:
     ends_next: jax.Array  # bool[E]: the next row is a final row, with "next_step"
     pending: jax.Array  # int32[E]: newest rows whose windows are incomplete, at most n_step
     next_number: jax.Array  # int32[E]: number of the next row
-    # Uniform.
+    # What can be sampled. A row's mass is its priority ** alpha.
     order: Any  # int32[E, L + 1]: position of the candidate of each number; None if prioritized
-    # Prioritized: a row's mass is its priority ** alpha.
     tree: Any  # sum tree over the masses of the sampleable rows; None if uniform
     waiting: Any  # float32[E, n_step + 1]: masses of the newest rows, the newest last; or None
     max_priority: jax.Array  # float32[]: the largest priority so far; set it to 1 to forget it
+
+
+jax.tree_util.register_dataclass(State, [*State.__dataclass_fields__][1:], ["config"])
 
 
 class Transition(NamedTuple):
@@ -139,17 +118,13 @@ class Sample(NamedTuple):
 
 
 def init(config: Config, obs: Any, action: Any) -> State:
-    """Return an empty state.
+    """Return an empty state, from the shapes and dtypes of one env's observation and action.
 
-    Args:
-      config: What to make.
-      obs: Observation of one env, of which shapes and dtypes count.
-      action: Action of one env. Whatever else belongs to a step can be in this tree.
+    Whatever else belongs to a step can be in the tree of the action.
     """
-    num_envs, capacity = config.num_envs, config.capacity
+    num_envs, capacity, by_priority = config.num_envs, config.capacity, config.prioritized
     empty = lambda leaf: jnp.zeros((capacity, *jnp.shape(leaf)), jnp.asarray(leaf).dtype)
-    zeros = functools.partial(jnp.zeros, num_envs)
-    is_uniform = not config.prioritized
+    zeros = lambda dtype: jnp.zeros(num_envs, dtype)
     return State(
         config=config,
         obs=jax.tree.map(empty, obs),
@@ -162,9 +137,9 @@ def init(config: Config, obs: Any, action: Any) -> State:
         pending=zeros(jnp.int32),
         number=jnp.zeros(capacity, jnp.int32),
         next_number=zeros(jnp.int32),
-        order=jnp.zeros((num_envs, config.length + 1), jnp.int32) if is_uniform else None,
-        tree=None if is_uniform else _tree_init(capacity),
-        waiting=None if is_uniform else jnp.zeros((num_envs, config.n_step + 1), jnp.float32),
+        order=None if by_priority else jnp.zeros((num_envs, config.length + 1), jnp.int32),
+        tree=_tree_init(capacity) if by_priority else None,
+        waiting=jnp.zeros((num_envs, config.n_step + 1), jnp.float32) if by_priority else None,
         max_priority=jnp.float32(1),
     )
 
@@ -172,12 +147,14 @@ def init(config: Config, obs: Any, action: Any) -> State:
 # Adding. A row has an observation, and what was done there. The next observation is that of the
 # env's next row, so that each is stored once. Where an episode ends, the next observation belongs
 # to no step: the *final row* has it alone. Without it, the last transition of an episode would
-# bootstrap from the first observation of the next one, which is wrong, and raises no error.
+# bootstrap from the first observation of the next one: a wrong target, and no error.
 
 
 def add(state, obs, action, reward, terminated, truncated, final_obs=None, mask=None) -> State:
-    """Add one step of each env. In a training step, call it before `sample`, and donate the state:
-    then no read of the old rows comes after the write, and XLA writes in place.
+    """Add one step of each env. Return the new state.
+
+    Donate the state, and add before you sample. Then no read of the old rows comes before the
+    write in a program, and XLA writes in place. Otherwise it copies the buffer.
 
     Args:
       state: The state.
@@ -188,9 +165,6 @@ def add(state, obs, action, reward, terminated, truncated, final_obs=None, mask=
       truncated: bool[E]: the episode was cut, for instance by a time limit.
       final_obs: Final observations, leaves [E, ...], read where an episode ended. For "same_step".
       mask: bool[E], False where an env took no step. Default: all took one.
-
-    Returns:
-      The new state.
     """
     how, num_envs = state.config.autoreset, state.config.num_envs
     if (how == "same_step") != (final_obs is not None):
@@ -202,15 +176,14 @@ def add(state, obs, action, reward, terminated, truncated, final_obs=None, mask=
     if how == "next_step":  # the row after a done is its final row, whatever its own flags say
         is_final = state.ends_next
         kind = jnp.where(is_final, FINAL, kind)
-        ends_next = jnp.where(taken, done & ~is_final, is_final)
-        state = dataclasses.replace(state, ends_next=ends_next)
+        state = dataclasses.replace(state, ends_next=jnp.where(taken, done & ~is_final, is_final))
     elif how == "same_step_no_final_obs":
         # The observation after a truncated step is lost, and with it this transition. The last
         # observation that is known becomes the final row: shorter windows bootstrap from it.
         kind = jnp.where(truncated & ~terminated, FINAL, kind)
     state = _append(state, obs, action, reward, kind, taken)
     if how == "same_step":  # the action and the reward of a final row are never read
-        state = _append(state, final_obs, action, reward, jnp.full(num_envs, FINAL), done)
+        state = _append(state, final_obs, action, reward, jnp.full_like(kind, FINAL), done)
     return state
 
 
@@ -219,47 +192,36 @@ def _append(state, obs, action, reward, kind, where) -> State:
     config, length = state.config, state.config.length
     env = jnp.arange(config.num_envs, dtype=jnp.int32)
     row = jnp.where(where, env * length + state.head, config.capacity)
-    put = lambda stored, new: stored.at[row].set(jnp.asarray(new, stored.dtype), mode="drop")
-
+    put = lambda stored, new: stored.at[row].set(new, mode="drop")
     # A window is complete with its last step, or where its episode ends. So a row that ends an
     # episode completes all windows before it, and a final row is never pending itself.
     pending = jnp.where(kind == STEP, jnp.minimum(state.pending + 1, config.n_step), 0)
     pending = jnp.where(where, pending, state.pending)
-    is_candidate = where & (kind != FINAL)
-    new = {}
     if config.prioritized:
-        new["waiting"], new["tree"] = _became_sampleable(state, kind, pending, where)
-    else:
-        # Written for any row, since no candidate has the next number yet.
-        new["order"] = state.order.at[env, state.next_number].set(state.head)
-    head = state.head + where.astype(jnp.int32)
+        more = _became_sampleable(state, kind, pending, where)
+    else:  # for any row, since no candidate has the next number yet
+        more = {"order": state.order.at[env, state.next_number].set(state.head)}
+    head = state.head + where
     return dataclasses.replace(
         state,
         obs=jax.tree.map(put, state.obs, obs),
         action=jax.tree.map(put, state.action, action),
-        reward=put(state.reward, reward),
+        reward=put(state.reward, jnp.asarray(reward, jnp.float32)),
         kind=put(state.kind, kind),
         number=put(state.number, state.next_number),
         head=jnp.where(head == length, 0, head),
-        lap=state.lap + (head == length).astype(jnp.uint32),
+        lap=state.lap + (head == length),
         pending=pending,
-        next_number=(state.next_number + is_candidate.astype(jnp.int32)) % (length + 1),
-        **new,
+        next_number=(state.next_number + (where & (kind != FINAL))) % (length + 1),
+        **more,
     )
 
 
-def _became_sampleable(state, kind, pending, where) -> tuple[jax.Array, Any]:
-    """Give a new row the largest priority so far, and put rows into the tree whose windows became
-    complete. Until then their masses wait: a row in the tree may be sampled at once.
+def _became_sampleable(state, kind, pending, where):
+    """Put rows into the tree whose windows are complete now. Return fields of the new state.
 
-    Args:
-      state: The state before the write.
-      kind: uint8[E], of the new rows.
-      pending: int32[E], after the write.
-      where: bool[E], True where a row is written.
-
-    Returns:
-      The masses of the newest rows, float32[E, n_step + 1], and the tree.
+    A new row gets the largest priority so far. Its mass waits for its window, since a row with mass
+    in the tree may be sampled at once. `kind`, `where` and `pending`, [E], are those of the write.
     """
     config, num_envs = state.config, state.config.num_envs
     mass = jnp.where(kind == FINAL, 0, _mass(config, state.max_priority))
@@ -270,9 +232,9 @@ def _became_sampleable(state, kind, pending, where) -> tuple[jax.Array, Any]:
     row += (state.head[:, None] - age) % config.length
     is_complete = (age >= pending[:, None]) & (age <= state.pending[:, None])
     # The new row is written in any case, since the leaf still has the mass of the replaced row.
-    row = jnp.where(where[:, None] & (is_complete | (age == 0)), row, config.capacity)
+    row = jnp.where(where[:, None] & (is_complete | (age == 0)), row, state.tree[0].size)
     mass = jnp.where(is_complete, waiting, 0)
-    return waiting, _tree_set(state.tree, row.reshape(-1), mass.reshape(-1))
+    return {"waiting": waiting, "tree": _tree_set(state.tree, row.ravel(), mass.ravel())}
 
 
 # Reading. A row can be sampled if it is a candidate (it is written, and no final row) and its
@@ -288,14 +250,13 @@ def is_sampleable(state: State, row: jax.Array) -> jax.Array:
 
 def _age(state, row):
     """Return the number of rows that the env wrote after each row."""
-    env, position = row // state.config.length, row % state.config.length
-    return (state.head[env] - 1 - position) % state.config.length
+    return (state.head[row // state.config.length] - 1 - row) % state.config.length
 
 
 def _lap_of(state, row):
     """Return how often the ring had been filled when each row was written."""
     env, position = row // state.config.length, row % state.config.length
-    return state.lap[env] - (position >= state.head[env]).astype(jnp.uint32)
+    return state.lap[env] - (position >= state.head[env])
 
 
 def get(state: State, row: jax.Array) -> Transition:
@@ -311,20 +272,16 @@ def get(state: State, row: jax.Array) -> Transition:
     num_steps = is_inside.sum(axis=0, dtype=jnp.int32)
     terminates = (is_inside & (kind == TERMINATED)).any(axis=0)
     powers = np.float32(state.config.gamma ** np.arange(n_step + 1))
-    # A select, not a product with 0: a NaN after the window must not reach the sum.
+    # A select, not a product with 0: a NaN behind the window must not reach the sum.
     reward = jnp.where(is_inside, state.reward[rows] * powers[:-1, None], 0).sum(axis=0)
     # After a termination the final row may come later, or never. No target depends on it.
-    has_next = (_age(state, row) >= num_steps) & (
-        state.config.autoreset != "same_step_no_final_obs"
-    )
-    next_row = ahead(jnp.where(terminates & ~has_next, num_steps - 1, num_steps))
-    return Transition(
-        obs=jax.tree.map(lambda stored: stored[row], state.obs),
-        action=jax.tree.map(lambda stored: stored[row], state.action),
-        reward=reward,
-        discount=jnp.where(terminates, 0, jnp.asarray(powers)[num_steps]),
-        next_obs=jax.tree.map(lambda stored: stored[next_row], state.obs),
-    )
+    has_final = state.config.autoreset != "same_step_no_final_obs"
+    is_known = ~terminates | (has_final & (_age(state, row) >= num_steps))
+    next_row = ahead(jnp.where(is_known, num_steps, num_steps - 1))
+    read = lambda stored, row: jax.tree.map(lambda leaf: leaf[row], stored)
+    discount = jnp.where(terminates, 0, jnp.asarray(powers)[num_steps])
+    obs, next_obs = read(state.obs, row), read(state.obs, next_row)
+    return Transition(obs, read(state.action, row), reward, discount, next_obs)
 
 
 def size(state: State) -> jax.Array:
@@ -335,19 +292,14 @@ def size(state: State) -> jax.Array:
 def _counts(state):
     """Return each env's first candidate, by its number, and how many can be sampled: int32[E]."""
     length, env = state.config.length, jnp.arange(state.config.num_envs, dtype=jnp.int32)
-    oldest = env * length + jnp.where(state.lap > 0, state.head, 0)
-    first = jnp.where((state.lap > 0) | (state.head > 0), state.number[oldest], state.next_number)
+    first = state.number[env * length + jnp.where(state.lap > 0, state.head, 0)]  # oldest row
     return first, (state.next_number - first) % (length + 1) - state.pending
 
 
 def sample(state: State, key: jax.Array, batch_size: int, beta: Any = 0.4) -> Sample:
     """Sample with replacement, uniformly or in proportion to priority ** alpha.
 
-    Args:
-      state: The state.
-      key: Random key.
-      batch_size: Number of items, B.
-      beta: Exponent of the importance weights: 0 corrects nothing, 1 all. Default: 0.4.
+    `beta` is the exponent of importance weights: 0 corrects nothing, 1 corrects all.
     """
     if state.config.prioritized:
         row, mass = _tree_find(state.tree, key, batch_size)
@@ -357,7 +309,7 @@ def sample(state: State, key: jax.Array, batch_size: int, beta: Any = 0.4) -> Sa
         row = _uniform(state, key, batch_size)
         is_valid = jnp.broadcast_to(size(state) > 0, row.shape)
         probability = is_valid / jnp.maximum(size(state), 1).astype(jnp.float32)
-    # (n P)**-beta over the largest of the batch (Schaul et al. 2016, section 3.4): n cancels.
+    # (n P)**-beta over the batch's largest (https://arxiv.org/abs/1511.05952, 3.4): n cancels.
     smallest = jnp.min(jnp.where(is_valid, probability, jnp.inf))
     weight = jnp.where(is_valid, (smallest / probability) ** beta, 0)
     index = Index(jnp.where(is_valid, row, state.config.capacity), _lap_of(state, row))
@@ -365,56 +317,43 @@ def sample(state: State, key: jax.Array, batch_size: int, beta: Any = 0.4) -> Sa
 
 
 def _uniform(state, key, batch_size):
-    """Return sampleable rows, int32[B], each with the same probability; row 0 if there are none.
+    """Return sampleable rows, int32[B], each with the same probability; any row if there are none.
 
-    Pending rows are the newest candidates, so the sampleable ones are the first of `order`. A
-    position chosen among all written rows would have to be refused where it is none of these.
+    Pending rows are the newest candidates, so the sampleable ones are consecutive in `order`.
     """
     length, (first, count) = state.config.length, _counts(state)
     ends = jnp.cumsum(count, dtype=jnp.int32)
     nth = jax.random.randint(key, (batch_size,), 0, jnp.maximum(ends[-1], 1), jnp.int32)
-    env = jnp.searchsorted(ends, nth, side="right").astype(jnp.int32)
-    env = jnp.minimum(env, state.config.num_envs - 1)
+    env = jnp.minimum(jnp.searchsorted(ends, nth, side="right"), state.config.num_envs - 1)
     number = (first[env] + nth - (ends - count)[env]) % (length + 1)
     return env * length + state.order[env, number]
 
 
-# Priorities.
-
-
 def update_priorities(state: State, index: Index, priority: jax.Array) -> State:
-    """Set priorities. One that is NaN, infinite or negative is ignored, and so is that of a row
-    which was overwritten since. If a row comes twice, its largest priority counts. A row of
-    priority 0 is never sampled.
+    """Set the priorities, float[B], of sampled rows.
 
-    Args:
-      state: The state.
-      index: `index` of a sample.
-      priority: float[B].
+    One that is NaN, infinite or negative is ignored, and so is that of a row which was overwritten
+    since. If a row comes twice, its largest priority counts. With priority 0 it is never sampled.
     """
-    config = state.config
-    priority = jnp.asarray(priority, jnp.float32)
+    config, priority = state.config, jnp.asarray(priority, jnp.float32)
     row = jnp.clip(index.row, 0, config.capacity - 1)
     is_live = (row == index.row) & (_lap_of(state, row) == index.lap) & is_sampleable(state, row)
     # One NaN would reach the root, and make every later sample wrong.
     is_accepted = is_live & jnp.isfinite(priority) & (priority >= 0)
     priority = jnp.where(is_accepted, priority, 0)
-    row = jnp.where(is_accepted, row, config.capacity)
-    return dataclasses.replace(
-        state,
-        tree=_tree_set(state.tree, row, _mass(config, priority)),
-        max_priority=jnp.maximum(state.max_priority, priority.max()),
-    )
+    row = jnp.where(is_accepted, row, state.tree[0].size)
+    largest = jnp.maximum(state.max_priority, priority.max())
+    tree = _tree_set(state.tree, row, _mass(config, priority))
+    return dataclasses.replace(state, tree=tree, max_priority=largest)
 
 
 def _mass(config, priority):
-    """Return priority ** alpha, within bounds that keep it positive and the sum of all finite."""
-    return jnp.where(priority > 0, jnp.clip(priority**config.alpha, 2.0**-100, 2.0**100), 0)
+    """Return priority ** alpha, within bounds that keep probabilities positive and sums finite."""
+    return jnp.where(priority > 0, jnp.clip(priority**config.alpha, 2.0**-50, 2.0**50), 0)
 
 
-# The sum tree: the masses are its leaves, and each node is the sum of its FAN_OUT children. A
-# parent is computed from its children, never changed by a difference. Rounding errors of
-# differences add up over a run, until rows without mass are sampled.
+# The sum tree: its leaves are the masses. A node is computed from its FAN_OUT children, never by a
+# difference. Rounding errors of differences add up, until rows without mass are sampled.
 
 
 def _tree_init(num_leaves):
@@ -426,8 +365,9 @@ def _tree_init(num_leaves):
 
 
 def _tree_set(tree, leaf, mass):
-    """Set leaves, int32[B], to masses, float32[B]. A leaf of `capacity` or more is ignored."""
-    # The writes depend on the root, and so on all reads of an earlier call: see `_append`.
+    """Set leaves, int32[B], to masses, float32[B]. A leaf of `tree[0].size` is ignored."""
+    # XLA writes in place only where the write depends on all reads of the old values. So it depends
+    # on the root, by a condition that is always True. Otherwise a second call in a program copies.
     node = jnp.where(tree[-1][0, 0] >= 0, leaf, tree[0].size)
     cell = lambda level: level.at[node // FAN_OUT, node % FAN_OUT]
     # If a leaf comes twice, its largest mass counts, in any order of the writes.
@@ -443,8 +383,8 @@ def _tree_set(tree, leaf, mass):
 def _tree_find(tree, key, batch_size):
     """Return leaves in proportion to their masses, int32[B], and the masses; 0 in an empty tree.
 
-    Each level chooses one of a node's children, in proportion to their sums, by a random number of
-    its own. One number for all levels would have too few bits to reach each of a million leaves.
+    Each level chooses one of a node's children by a random number of its own. A single float32 has
+    too few bits to reach each of a million leaves evenly.
     """
     node, mass = jnp.zeros(batch_size, jnp.int32), jnp.zeros(batch_size, jnp.float32)
     numbers = jax.random.uniform(key, (len(tree), batch_size), jnp.float32)
@@ -452,8 +392,7 @@ def _tree_find(tree, key, batch_size):
         children = level[node]  # [B, FAN_OUT]
         ends = jnp.cumsum(children, axis=1)
         target = (number * ends[:, -1])[:, None]
-        # The last child with mass that begins at or before the target: none without mass is chosen,
-        # whatever the rounding.
+        # The last child with mass that begins at or before the target, whatever the rounding.
         can_be = (children > 0) & (ends - children <= target)
         child = jnp.where(can_be, np.arange(FAN_OUT, dtype=np.int32), 0).max(axis=1)
         mass = jnp.take_along_axis(children, child[:, None], axis=1)[:, 0]
