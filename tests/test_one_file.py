@@ -1,10 +1,12 @@
 """`examples/one_file.py` agrees with the package row by row and writes in place, and a property of
 `benchmarks/conformance` finds each of some faults in it."""
 
+import dataclasses
 import functools
 import importlib.util
 import itertools
 import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +15,12 @@ import pytest
 
 import jaxreplay as jr
 from tests.conftest import thorough
+from tests.support import hlo
 
 ROOT = pathlib.Path(__file__).parents[1]
 SOURCE = ROOT / "examples" / "one_file.py"
 LENGTH, TURNS, LAG, UPDATED = 9, 60, 5, 4
+KEY = jax.eval_shape(jax.random.key, 0)
 PRIORITIES = [0.0, 0.5, 1.0, 3.0, 7.0, 20.0, np.nan, np.inf, -1.0]
 
 
@@ -85,11 +89,17 @@ def both(config, buffer, turns):
         expected |= {"is_valid": item.is_valid, "size": buffer.size(its)}
         return (mine, its, late), (got, expected | {"probability": item.probability}, sampled)
 
-    first = jax.tree.map(lambda leaf: leaf[0, 0], step_of(turns, config.autoreset))
-    mine, its = one_file.init(config, first["obs"], first["action"]), buffer.init(jr.Step(**first))
+    turn = jax.tree.map(lambda leaf: leaf[0], turns)
+    first = jax.tree.map(lambda leaf: leaf[0], step_of(turn, config.autoreset))
+    mine, its = empty(config, turn), buffer.init(jr.Step(**first))
     now = index_of(mine, turns["row"][0]), buffer.get(its, turns["row"][0]).index
     late = jax.tree.map(lambda leaf: jnp.stack([leaf] * LAG), now)
     return jax.lax.scan(turn_of, (mine, its, late), turns)[1]
+
+
+def empty(config, turn):
+    """Return an empty state for the steps of a turn."""
+    return one_file.init(config, *jax.tree.map(lambda x: x[0], (turn["obs"], turn["action"])))
 
 
 def index_of(state, row):
@@ -153,3 +163,176 @@ def test_every_row_is_that_of_the_package(autoreset, n_step, num_envs, prioritiz
     of_row = np.take_along_axis(law, row, axis=2)
     assert (of_row[has_some] > 0).all()
     np.testing.assert_allclose(sampled.probability[has_some], of_row[has_some], rtol=1e-4)
+
+
+@pytest.mark.parametrize("prioritized", [False, True])
+@pytest.mark.parametrize("num_envs", [1, 4])
+def test_a_training_loop_is_in_place(prioritized, num_envs):
+    """Temporary memory does not depend on the capacity, not even for one byte a row."""
+    config = one_file.Config(
+        capacity=2**20, num_envs=num_envs, autoreset="same_step", n_step=3, prioritized=prioritized
+    )
+    turn = jax.tree.map(lambda leaf: leaf[0], history(1, num_envs))
+    state = jax.eval_shape(lambda: empty(config, turn))
+
+    def train(state, keys):
+        def step(state, key):
+            done = jax.random.bernoulli(key, shape=(num_envs,))
+            ends = dict.fromkeys(["terminated", "truncated"], done)
+            state = one_file.add(state, **step_of(turn | ends, "same_step"), mask=turn["mask"])
+            batch = one_file.sample(state, key, 32)
+            if prioritized:
+                td_error = batch.transition.reward
+                state = one_file.update_priorities(state, batch.index, jnp.abs(td_error))
+            return state, batch.weight.sum()
+
+        return jax.lax.scan(step, state, keys)
+
+    program = hlo.compiled(train, state, jax.random.split(jax.random.key(0), 8), donated=0)
+    assert program.memory_analysis().temp_size_in_bytes < 2**16
+
+
+def test_dtypes_stay_with_64_bits():
+    """Shapes and dtypes of the new state are those of the old one: it can be carried by a scan."""
+    with jax.enable_x64(True):
+        for autoreset, prioritized in itertools.product(one_file.AUTORESETS, (False, True)):
+            config = one_file.Config(
+                capacity=18, num_envs=2, autoreset=autoreset, prioritized=prioritized
+            )
+            turn = dict.fromkeys(["obs", "final_obs"], np.zeros((2, 3)))
+            turn |= {"action": np.zeros(2, np.int64), "reward": np.zeros(2)}
+            turn |= dict.fromkeys(["terminated", "truncated"], np.zeros(2, bool))
+            state = jax.eval_shape(functools.partial(empty, config, turn))
+            assert state.obs.dtype == np.float64
+            after = jax.eval_shape(one_file.add, state, **step_of(turn, autoreset))
+            batch = jax.eval_shape(functools.partial(one_file.sample, batch_size=4), after, KEY)
+            assert batch.transition.action.dtype == np.int64
+            assert batch.weight.dtype == batch.transition.reward.dtype == np.float32
+            if prioritized:
+                after = jax.eval_shape(one_file.update_priorities, after, batch.index, batch.weight)
+            assert after == state
+
+
+# A fault, the text that becomes another one, and the property that finds it.
+FAULTS = {
+    "the head is off by one": (
+        "jnp.where(state.lap > 0, state.head, 0)",
+        "jnp.where(state.lap > 0, state.head - 1, 0)",
+        "keeps_the_newest_steps",
+    ),
+    "candidates are off by one": (
+        "next_number].set(state.head)",
+        "next_number].set((state.head + 1) % length)",
+        "keeps_the_newest_steps",
+    ),
+    "windows cross the ends of episodes": (
+        " & (kind[1:] != FINAL)",
+        "",
+        "n_step_windows_stop_at_ends",
+    ),
+    "the final observation is dropped": (
+        "_append(state, final_obs, action",
+        "_append(state, obs, action",
+        "true_final_observation_with_same_step",
+    ),
+    "the step that resets is a step": (
+        "jnp.where(is_final, FINAL, kind)",
+        "jnp.where(is_final, STEP, kind)",
+        "true_final_observation_with_next_step",
+    ),
+    "a lost final observation is the next one": (
+        "jnp.where(truncated & ~terminated, FINAL, kind)",
+        "jnp.where(truncated & ~terminated, STEP, kind)",
+        "no_false_target_without_final_observation",
+    ),
+    "a termination bootstraps": (
+        "jnp.where(terminates, 0, jnp.asarray(powers)[num_steps])",
+        "jnp.asarray(powers)[num_steps]",
+        "terminations_do_not_bootstrap",
+    ),
+    "the discount is always of n steps": (
+        "jnp.asarray(powers)[num_steps]",
+        "jnp.asarray(powers)[n_step]",
+        "n_step_windows_stop_at_ends",
+    ),
+    "rewards are not discounted": (
+        " * powers[:-1, None]",
+        "",
+        "n_step_windows_stop_at_ends",
+    ),
+    "the mask is ignored": (
+        "jnp.ones(num_envs, bool) if mask is None else jnp.asarray(mask, bool)",
+        "jnp.ones(num_envs, bool)",
+        "masked_turns_are_no_steps",
+    ),
+    "incomplete windows are sampled": (
+        " % (length + 1) - state.pending",
+        " % (length + 1)",
+        "n_step_windows_stop_at_the_newest_step",
+    ),
+    "final rows are sampled": (
+        "(where & (kind != FINAL))",
+        "where",
+        "true_final_observation_with_same_step",
+    ),
+    "the lap is ignored": (
+        " & (_lap_of(state, row) == index.lap)",
+        "",
+        "late_updates_change_no_other_step",
+    ),
+    "a NaN is accepted": (
+        "is_live & jnp.isfinite(priority) & (priority >= 0)",
+        "is_live",
+        "bad_priorities_do_no_lasting_harm",
+    ),
+    "a new row has priority 1": (
+        "_mass(config, state.max_priority)",
+        "_mass(config, jnp.float32(1))",
+        "new_steps_get_the_largest_priority",
+    ),
+    "alpha is ignored": (
+        "priority**config.alpha",
+        "priority",
+        "priorities_are_proportional",
+    ),
+    "weights have no beta": (
+        "(smallest / probability) ** beta",
+        "smallest / probability",
+        "importance_weights",
+    ),
+}
+
+
+# A batch of 64 has every row of these replays, so that a fault gives all the same priority, or a
+# good one beside the bad one.
+SMALL_BATCHES = ("late_updates_change_no_other_step", "bad_priorities_do_no_lasting_harm")
+
+
+@pytest.fixture
+def properties(monkeypatch):
+    """Return the properties of any replay, and the adapter of this one."""
+    folder, names = ROOT / "benchmarks" / "conformance", ("replay", "streams", "properties")
+    monkeypatch.syspath_prepend(folder)
+    for name in names:  # others may have these names, too
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module("properties").ALL, loaded(folder / "adapters/one_file.py").OneFile
+    for name in names:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("fault", [thorough(fault) for fault in FAULTS])
+def test_a_property_finds_each_fault(properties, fault):
+    old, new, name = FAULTS[fault]
+    source = SOURCE.read_text()
+    assert source.count(old) == 1
+    has, adapter = properties[0][name], properties[1]
+
+    def begin(self, options):
+        changes = {"batch_size": 8} if name in SMALL_BATCHES else {}
+        adapter.__init__(self, dataclasses.replace(options, **changes))
+
+    as_it_is = type("AsItIs", (adapter,), {"__init__": begin})
+    has(as_it_is)
+    faulty = type("Faulty", (as_it_is,), {"code": loaded(SOURCE, source.replace(old, new))})
+    with pytest.raises(AssertionError):
+        has(faulty)
