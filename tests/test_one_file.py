@@ -213,6 +213,14 @@ def test_dtypes_stay_with_64_bits():
             assert after == state
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"autoreset": "same"}, {"n_step": 4}, {"n_step": 0}, {"num_envs": 3}]
+)
+def test_a_wrong_config_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"autoreset must|capacity must"):
+        one_file.Config(**{"capacity": 8, "num_envs": 2, "autoreset": "same_step"} | wrong)
+
+
 # A fault, the text that becomes another one, and the property that finds it.
 FAULTS = {
     "the head is off by one": (
