@@ -175,7 +175,7 @@ def _prioritized(make, turns=20, **changes):
     options = Options(**{"capacity": 64, "kind": "prioritized", "autoreset": "same_step"} | changes)
     replay, _ = filled(make, turns, options, lengths=(1000, 1000))
     index = {}
-    for _ in range(60):
+    for _ in range(3_840 // options.batch_size):
         batch = replay.sample()
         numbers = np.asarray(batch.obs)[:, 0].astype(int)
         replay.update_priorities(batch.index, 1.0 + numbers % 4)
@@ -271,13 +271,13 @@ def bad_priorities_do_no_lasting_harm(make):
 
     (a NaN in the root of a sum tree makes every later sample wrong)"""
     for bad in (np.nan, np.inf, -1.0):
-        replay, seen, priority = _prioritized(make)
+        replay, seen, priority = _prioritized(make, batch_size=8)
         batch = replay.sample()
         given = np.ones(len(batch.reward))
         given[0] = bad
         with contextlib.suppress(ValueError, RuntimeError, AssertionError, TypeError):  # refused
             replay.update_priorities(batch.index, given)
-        for _ in range(60):
+        for _ in range(480):
             batch = replay.sample()
             numbers = np.asarray(batch.obs)[:, 0].astype(int)
             assert {*numbers.tolist()} <= {*seen.tolist()}, f"after {bad}: {numbers[:8]} sampled"
@@ -288,12 +288,12 @@ def bad_priorities_do_no_lasting_harm(make):
 
 def late_updates_change_no_other_step(make):
     """An update of steps that were overwritten since does not reach the steps in their places."""
-    options = Options(capacity=16, kind="prioritized", autoreset="same_step")
+    options = Options(capacity=16, kind="prioritized", autoreset="same_step", batch_size=4)
     replay, envs = filled(make, 16, options, lengths=(1000, 1000))
     late = replay.sample()
     envs.fill(replay, 32)
     seen = set()
-    for _ in range(40):
+    for _ in range(200):
         batch = replay.sample()
         replay.update_priorities(batch.index, np.ones(len(batch.reward)))
         seen |= {*np.asarray(batch.obs)[:, 0].astype(int).tolist()}
