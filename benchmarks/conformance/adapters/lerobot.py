@@ -1,12 +1,9 @@
 """LeRobot's `ReplayBuffer` of HIL-SERL, as its actor and learner (`lerobot.rl`) use it."""
 
 import importlib.metadata
-import pathlib
-import shutil
 
 import numpy as np
 import torch
-from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from lerobot.rl.buffer import ReplayBuffer
 from replay import Batch, NotOffered, Replay
 
@@ -46,7 +43,11 @@ def obs_of(state, like):
 
 
 class Plain(Replay):
-    """`ReplayBuffer` with its defaults, but for the augmentation of images."""
+    """`ReplayBuffer` with its defaults, but for the augmentation of images.
+
+    Its learner writes the rows to a dataset for a resume ("TODO: temporary", and "truncation are
+    not supported yet"). That is an export, at about 50 rows a second, and no save.
+    """
 
     name = f"lerobot {VERSION}"
     optimize_memory = False
@@ -56,13 +57,13 @@ class Plain(Replay):
         # its actor gives each transition with the next_state that the env returned
         if options.kind != "uniform" or options.n_step > 1 or options.autoreset == "lost":
             raise NotOffered
-        self.shared = {
-            "device": "cpu",
-            "state_keys": names(options.obs),
-            "use_drq": False,
-            "optimize_memory": self.optimize_memory,
-        }
-        self.rb = ReplayBuffer(options.capacity, **self.shared)
+        self.rb = ReplayBuffer(
+            options.capacity,
+            device="cpu",
+            state_keys=names(options.obs),
+            use_drq=False,
+            optimize_memory=self.optimize_memory,
+        )
         self.seed(options.seed)
 
     def add(self, turn):
@@ -70,8 +71,7 @@ class Plain(Replay):
         for env in np.flatnonzero(took):
             self.rb.add(
                 state=state_of(turn.obs, env),
-                # twice, since a dataset makes a 0-d action of one number
-                action=torch.as_tensor(turn.action[env : env + 1, None]).repeat(1, 2),
+                action=torch.as_tensor(turn.action[env : env + 1, None]),
                 reward=float(turn.reward[env]),
                 next_state=state_of(turn.final_obs, env),
                 done=bool(turn.terminated[env]),
@@ -94,20 +94,6 @@ class Plain(Replay):
         if rb.next_states is not rb.states:
             leaves += rb.next_states.values()
         return sum(leaf.untyped_storage().nbytes() for leaf in leaves)
-
-    def save(self, path):
-        if self.options.num_envs > 1:  # a dataset has one episode after the other
-            raise NotOffered
-        # save_training_checkpoint of its learner: the old one is removed, the new one written
-        if pathlib.Path(path).exists():
-            shutil.rmtree(path)
-        self.rb.to_lerobot_dataset(repo_id="local/replay", fps=10, root=path)
-
-    def load(self, path):
-        dataset = LeRobotDataset(repo_id="local/replay", root=path)
-        self.rb = ReplayBuffer.from_lerobot_dataset(
-            dataset, capacity=self.options.capacity, **self.shared
-        )
 
     def seed(self, seed):
         torch.manual_seed(seed)

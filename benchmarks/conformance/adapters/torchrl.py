@@ -25,6 +25,7 @@ REQUIREMENTS = "torchrl==0.14.1 tensordict==0.14.3 torch==2.13.0+cpu numpy==2.4.
 PYTHON = "3.11"
 VERSION = importlib.metadata.version("torchrl")
 logging.getLogger("torchrl").setLevel(logging.WARNING)
+torch.set_num_threads(1)  # more of them spin, for adds of one row
 
 
 def tensor_of(leaf):
