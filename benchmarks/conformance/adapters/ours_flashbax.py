@@ -1,0 +1,38 @@
+"""jaxreplay's drop-in for flashbax, `jaxreplay.compat.flashbax`, by the adapters of flashbax."""
+
+import importlib.util
+import pathlib
+import sys
+
+import jaxreplay as jr
+import jaxreplay.compat.flashbax as fbx
+
+REQUIREMENTS = "-e ."
+PYTHON = "3.11"
+
+sys.modules["flashbax"] = fbx  # the one line that changes
+spec = importlib.util.spec_from_file_location(
+    "adapters_of_flashbax", pathlib.Path(__file__).with_name("flashbax.py")
+)
+theirs = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(theirs)
+
+NAME = f"jaxreplay {jr.__version__}, compat.flashbax"
+
+
+class Flat(theirs.Flat):
+    """`fbx.make_flat_buffer`."""
+
+    name = f"{NAME}, flat buffer"
+
+
+class Items(theirs.Items):
+    """`fbx.make_item_buffer`."""
+
+    name = f"{NAME}, item buffer"
+
+
+class Trajectories(theirs.Trajectories):
+    """`fbx.make_trajectory_buffer`."""
+
+    name = f"{NAME}, trajectory buffer"
