@@ -94,10 +94,14 @@ class _Buffer(Replay):
             shutil.rmtree(path, ignore_errors=True)
             self.vault = self.vault_at(path, self.state.experience)
             now, size = int(self.state.current_index), self.size()
+            pieces = [(0, now)]
+            if self.state.is_full:  # the oldest rows are after the newest
+                pieces = [(now, size), *pieces]
             with contextlib.redirect_stdout(io.StringIO()):
-                if self.state.is_full:  # the oldest rows are after the newest
-                    self.vault.write(self.state, source_interval=(now, size))
-                self.vault.write(self.state, source_interval=(0, now))
+                for start, stop in pieces:  # a write copies its rows
+                    for at in range(start, stop, 1_024):
+                        interval = (at, min(at + 1_024, stop))
+                        self.vault.write(self.state, source_interval=interval)
             self.unsaved = 0
         else:
             self.write()
