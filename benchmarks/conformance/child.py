@@ -3,8 +3,8 @@ offered."""
 
 import importlib.util
 import pathlib
-import resource
 import sys
+import threading
 
 import numpy as np
 
@@ -21,13 +21,28 @@ make = getattr(adapter, name)
 path = folder + "/save"
 
 
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # MB, as Linux has it
-
-
 def held():
-    pages = pathlib.Path("/proc/self/statm").read_text().split()[1]
-    return int(pages) * resource.getpagesize() / 2**20
+    """Return the MB that the process holds, without pages of files, which the system may drop."""
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    sizes = dict(line.split(":", 1) for line in lines if line.startswith("Rss"))
+    return sum(int(sizes[name].split()[0]) for name in ("RssAnon", "RssShmem")) / 1024
+
+
+def most_held(call):
+    """Return the most MB that the process holds during a call."""
+    most, done = held(), threading.Event()
+
+    def watch():
+        nonlocal most
+        while not done.wait(0.005):
+            most = max(most, held())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    call()
+    done.set()
+    watcher.join()
+    return most
 
 
 def main():
@@ -37,9 +52,8 @@ def main():
         replay = make(options)
         Stream(options, lengths=(50, 50)).fill(replay, 40_000)
         replay.sample()
-        filled, most = held(), peak()
-        replay.save(path)
-        print(filled - before, max(peak() - most, 0) if peak() > most else 0.0)
+        filled = held()
+        print(filled - before, most_held(lambda: replay.save(path)) - filled)
         return
     options = Options(
         capacity=4_000, num_envs=2, obs=np.zeros(500, np.float32), autoreset="same_step"
