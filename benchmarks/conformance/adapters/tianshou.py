@@ -136,8 +136,8 @@ class Tianshou(Replay):
         return bytes_of(self.buffer._meta) + tree
 
     def save(self, path):
-        """As its examples save a collector's buffer, to resume (test_c51.py): in place. They take the
-        default protocol; this one holds no second copy of the rows."""
+        """As its examples save a collector's buffer, to resume (test_c51.py): in place. They take
+        the default protocol; this one makes no second copy of the rows."""
         with open(path, "wb") as file:
             pickle.dump(self.buffer, file, protocol=pickle.HIGHEST_PROTOCOL)
 
