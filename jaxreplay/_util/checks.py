@@ -68,16 +68,6 @@ def check_range(where: str, name: str, value: Any, low: float, high: float) -> N
         raise ValueError(f"{where}: {name} must be {limits}, got {value}")
 
 
-def check_min_size(where: str, min_size: int, most: int, capacity: int) -> None:
-    """Raise a ValueError if so many rows can never be sampled: at most `most` can."""
-    if min_size > most:
-        rows = f"the {most} rows that can be sampled of " if most < capacity else ""
-        raise ValueError(
-            f"{where}: min_size={min_size} exceeds {rows}capacity={capacity}: can_sample would "
-            "never be True"
-        )
-
-
 def checked_seconds(where: str, timeout: Any, least: float = 0.0, name: str = "timeout") -> float:
     if (
         isinstance(timeout, bool)

@@ -113,10 +113,7 @@ class ReplayBuffer(Static, Generic[T]):
         given = ("num_agents",) if self.num_agents is not None else ()
         for name in ("batch_size", "min_size", *given):
             checks.check_size("ReplayBuffer", name, getattr(self, name))
-        # each env's newest row waits for the next one, or is a final one
-        waits = bool(self.window.after) and self.autoreset in ("next_step", "same_step")
-        most = self.capacity - self.num_envs * waits
-        checks.check_min_size("ReplayBuffer", self.min_size, most, self.capacity)
+        step_checks.check_min_size(self)
 
     if not TYPE_CHECKING:  # a type checker knows the methods
         __getattr__ = no_attribute

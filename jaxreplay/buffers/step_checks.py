@@ -68,6 +68,23 @@ def as_step(where: str, step: PyTree) -> Step:
     return Step(**step)
 
 
+def newest_waits(buffer: Any) -> bool:
+    """Return whether each env's newest row waits for the next one, or is a final one."""
+    return bool(buffer.window.after) and buffer.autoreset in ("next_step", "same_step")
+
+
+def check_min_size(buffer: Any) -> None:
+    """Raise a ValueError if `min_size` rows can never be sampled."""
+    capacity, min_size = buffer.capacity, buffer.min_size
+    most = capacity - buffer.num_envs * newest_waits(buffer)
+    if min_size > most:
+        rows = f"the {most} rows that can be sampled of " if most < capacity else ""
+        raise ValueError(
+            f"ReplayBuffer: min_size={min_size} exceeds {rows}capacity={capacity}: can_sample "
+            "would never be True"
+        )
+
+
 def check_flags(where: str, step: Step, num_agents: int | None) -> None:
     """Raise a ValueError if the flags of an example are not bool scalars, or bool[num_agents], or
     `final_obs` differs from `obs` in a leaf. A float flag would otherwise go unnoticed."""

@@ -10,6 +10,7 @@ from jaxreplay.buffers import memory
 from jaxreplay.buffers.jitted import buffer_of, unjitted
 from jaxreplay.buffers.memory import Memory
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
+from jaxreplay.buffers.step_checks import newest_waits
 from jaxreplay.buffers.tiered import Tiered
 from jaxreplay.distributed import Sharded
 from jaxreplay.distributed.shard import shard_of
@@ -155,7 +156,8 @@ def _largest_capacity(buffer: ReplayBuffer, fits: Callable[[int], bool]) -> int:
 
     By bisection: trees grow in steps, so bytes are no linear function of the capacity.
     """
-    low = max(buffer.min_length, -(-buffer.min_size // buffer.num_envs))
+    low = -(-buffer.min_size // buffer.num_envs) + newest_waits(buffer)
+    low = max(buffer.min_length, low)
     high = _MOST_ROWS // buffer.num_envs
     if not fits(low):
         return 0

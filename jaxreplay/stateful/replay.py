@@ -190,8 +190,8 @@ class Replay:
 
         def __getattr__(self, name: str) -> Any:
             instead = VERBS[name].of_replay if name in VERBS else None
-            hint = f"; it has {instead}" if instead else ""
-            raise AttributeError(unknown_attribute(self, name) + hint)
+            has = f"a Replay has no {name}; it has {instead}"
+            raise AttributeError(has if instead else unknown_attribute(self, name))
 
     @property
     def buffer(self) -> Any:

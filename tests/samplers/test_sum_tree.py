@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
-from tests.conftest import ALL
+from tests.conftest import ALL, thorough
 from tests.samplers.test_laws import check as check_law
 from tests.support.sampling import assert_same
 from tests.support.steps import nth
@@ -196,7 +196,7 @@ def test_a_state_of_another_tree_is_refused():
                 jax.eval_shape(getattr(tree, method), its, *given)
 
 
-@pytest.mark.parametrize("fan_out", [8, 32])
+@pytest.mark.parametrize("fan_out", [8, thorough(32)])
 def test_a_tree_of_its_leaves_is_the_same_to_the_last_bit(fan_out):
     """So that a restored run goes on identically. A reduction added in another order in each
     program, from 4,096 leaves on."""
