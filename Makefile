@@ -7,6 +7,7 @@
 # make examples  runs every example in full (20 minutes)
 # make recipes   runs the steps, and compares the stacked frames, of env libraries that are not among the tests' own (Brax, Jumanji, Craftax, EnvPool)
 # make datasets  reads what TensorFlow Datasets, flashbax and zarr write, beside OGBench's own loader
+# make conformance  holds other libraries, each in an environment of its own, and this one to the same properties (REPLAY=ours: one)
 # make matrix    installs this library beside LeRobot, Isaac Lab, TorchRL and others, one at a time, and tests it there; writes a table of docs/install.md (NEIGHBOUR=brax: one)
 # make compat    older and newer JAX and Python; the tests of flashbax, Brax and Stable-Baselines3 over our buffers (20 minutes)
 # make soak PART=NAME    the same checks at full size, a part of at most 20 minutes
@@ -29,7 +30,7 @@ PYTEST := -m pytest -q -n 2 --dist loadgroup
 # gymnax 1.0.1 declares jax < 0.12 but runs on it, so that it is installed without its dependencies, and these are named here. Minari 0.5.4 needs Pillow.
 EXAMPLES := flax optax matplotlib tqdm six gymnasium seaborn "minari[hdf5]" pillow
 
-.PHONY: demo docs pages dist workflows matrix datasets examples ruff lint quick oldest test test-all test-oldest mutants mutations compat soak recipes bench gpu aot clean
+.PHONY: demo docs pages dist workflows matrix datasets examples ruff lint quick oldest test test-all test-oldest mutants mutations compat conformance soak recipes bench gpu aot clean
 $(VENV)/installed: Makefile pyproject.toml constraints.txt
 	$(call environment,$(VENV))
 	$(PIP) install -c constraints.txt --group test --group dev -e ".[torch,sb3,checkpoint,lerobot,ray]" $(EXAMPLES)
@@ -213,6 +214,9 @@ $(VENV)/matrix: $(VENV)/installed
 
 matrix: $(VENV)/matrix
 	$(BIN)/python -m tests.compat.matrix $(if $(NEIGHBOUR),"$(NEIGHBOUR)")
+
+conformance: $(VENV)/matrix
+	$(BIN)/python benchmarks/conformance/run.py $(REPLAY)
 
 bench: $(VENV)/bench
 	$(BIN)/python benchmarks/run.py
