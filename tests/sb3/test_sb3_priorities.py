@@ -143,6 +143,7 @@ def test_a_buffer_of_one_step_leaves_the_discounts_to_the_algorithm():
     assert ours.sample(8000).discounts is None
 
 
+@pytest.mark.thorough
 def test_an_algorithm_that_updates_no_priorities_is_told():
     ours, _ = filled()
     for _ in range(999):

@@ -102,14 +102,15 @@ def test_without_the_envs_they_are_reset(tmp_path):
 
 
 def test_the_statistics_of_normalized_envs_are_kept(tmp_path):
-    model = dqn(normalize=True).learn(40, callback=sb3.SaveCallback(tmp_path, save_freq=40))
-    again = sb3.resume(tmp_path, dqn(normalize=True))
+    make = MODELS["normalized"]
+    model = make().learn(40, callback=sb3.SaveCallback(tmp_path, save_freq=40))
+    again = sb3.resume(tmp_path, make())
     for name in ("obs_rms", "ret_rms"):
         saved, found = (getattr(one.get_vec_normalize_env(), name) for one in (model, again))
         assert found.count == saved.count > 40
         np.testing.assert_array_equal(found.mean, saved.mean)
     with refused("the saved model's envs are in a VecNormalize, the new one's are not"):
-        sb3.resume(tmp_path, dqn())
+        sb3.resume(tmp_path, dqn(num_envs=2))
 
 
 def test_a_resumed_buffer_stays_on_the_devices_of_the_new_one(tmp_path):
