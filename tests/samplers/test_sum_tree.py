@@ -149,6 +149,7 @@ def test_find_never_returns_a_leaf_without_mass(form):
     found(form, np.zeros(NUM_LEAVES), target)  # an empty tree
 
 
+@pytest.mark.thorough
 def test_the_last_levels_are_as_even_as_the_first():
     """For 4 M equal leaves, a float32 target alone has 4 steps a leaf. The additional random bits
     make the eight siblings of a node equally likely."""
