@@ -1,4 +1,4 @@
-"""Figures of the pages, from what benchmarks/ measured: no page has such a figure of its own."""
+"""Figures of the pages, read from what benchmarks/ measured."""
 
 import json
 import pathlib
@@ -74,7 +74,6 @@ def substitutions():
     theirs, same, *_ = (number(cell.split(", ")[-1]) for cell in drop_in.values())
     forms = {label: row["time: form / plain"] for (_, label), row in cpu.items() if "form" in row}
     lengths = [row["time: slowest / fastest"] for row in cpu.values() if "10 steps" in row]
-    (ragged,) = (row["time: concatenated / streamed"] for row in cpu.values() if "streamed" in row)
     return {
         "measured": measured.removeprefix("measured "),
         "python": about["python"],
@@ -87,7 +86,6 @@ def substitutions():
         "final_obs_uniform": forms["uniform: final_obs"],
         "final_obs_prioritized": forms["prioritized: final_obs"],
         "lengths": max(lengths, key=number),
-        "ragged": f"{number(ragged):.0f}",
         "sb3_run": f"{same / theirs:.1f}",
         "gpu": gpu_table(gpu),
         "gpu_measured": _about_gpu(),

@@ -1,7 +1,6 @@
 """`examples/one_file.py` agrees with the package row by row and writes in place, and a property of
 `benchmarks/conformance` finds each of some faults in it."""
 
-import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -312,11 +311,6 @@ FAULTS = {
 }
 
 
-# A batch of 64 has every row of these replays, so that a fault gives all the same priority, or a
-# good one beside the bad one.
-SMALL_BATCHES = ("late_updates_change_no_other_step", "bad_priorities_do_no_lasting_harm")
-
-
 @pytest.fixture
 def properties(monkeypatch):
     """Return the properties of any replay, and the adapter of this one."""
@@ -336,12 +330,7 @@ def test_a_property_finds_each_fault(properties, fault):
     assert source.count(old) == 1
     has, adapter = properties[0][name], properties[1]
 
-    def begin(self, options):
-        changes = {"batch_size": 8} if name in SMALL_BATCHES else {}
-        adapter.__init__(self, dataclasses.replace(options, **changes))
-
-    as_it_is = type("AsItIs", (adapter,), {"__init__": begin})
-    has(as_it_is)
-    faulty = type("Faulty", (as_it_is,), {"code": loaded(SOURCE, source.replace(old, new))})
+    has(adapter)
+    faulty = type("Faulty", (adapter,), {"code": loaded(SOURCE, source.replace(old, new))})
     with pytest.raises(AssertionError):
         has(faulty)

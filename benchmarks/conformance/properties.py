@@ -121,9 +121,7 @@ def terminations_do_not_bootstrap(make):
 
 def n_step_windows_stop_at_ends(make):
     """An n-step target sums up rewards to the end of the episode, and bootstraps there with the
-    discount of so many steps. Each step of an episode is sampled.
-
-    (google/dopamine#213)"""
+    discount of so many steps. Each step of an episode is sampled."""
     options = Options(capacity=400, num_envs=2, n_step=3, autoreset="same_step")
     replay, envs = filled(make, 60, options, terminations=0.5)
     seen = sampled(replay, envs)

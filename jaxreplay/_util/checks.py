@@ -250,7 +250,7 @@ def check_leaves(where: str, got: Any, expected: Specs, hint: str) -> None:
     bad = []
     for path, spec in expected_leaves.items():
         of_list = [one for one in got_leaves if one.startswith(f"{path}.")]
-        if of_list and {*of_list[0].removeprefix(path)} == {".", "0"}:
+        if of_list and {*of_list[0].removeprefix(path)} == {".", "0"}:  # also a list of lists
             got_leaves = {one: got_leaves[one] for one in got_leaves if one not in of_list}
             bad.append(f"{path}: got {len(of_list)} leaves of a list: write np.array({path})")
         elif path not in got_leaves:
@@ -305,11 +305,11 @@ def reason_against(leaf: Any) -> str | None:
     dtype = getattr(leaf, "dtype", None)
     if type(leaf).__module__ == "torch":
         return "a tensor of PyTorch: use a jaxreplay.Replay, or jaxreplay.torch.from_torch(step)"
-    if isinstance(leaf, int):
+    if isinstance(leaf, int):  # it may be too large
         leaf = np.asarray(leaf)
         dtype = leaf.dtype
     if not isinstance(dtype, np.dtype):
-        if isinstance(leaf, bool | int | float | complex) or hasattr(leaf, "__jax_array__"):
+        if isinstance(leaf, float | complex) or hasattr(leaf, "__jax_array__"):
             return None
         dtype = np.asarray(leaf).dtype
     if isinstance(leaf, np.ndarray) and (lost := lost_integer(leaf)) is not None:

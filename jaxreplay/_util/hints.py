@@ -130,8 +130,8 @@ def no_attribute(value: Any, name: str) -> Any:
 
 def no_state_attribute(state: Any, name: str) -> Any:
     """Raise the AttributeError of an unknown field of a state."""
-    what = f"a {type(state).__name__} has no {name}"
-    raise AttributeError(f"{what}; methods are the buffer's: buffer.{name}(state, ...)")
+    what = unknown_attribute(state, name)
+    raise AttributeError(f"{what}; methods are the buffer's: buffer.add(state, ...)")
 
 
 def no_items(value: Any, key: Any) -> Any:

@@ -64,7 +64,8 @@ def _spelled_out(make: F) -> F:
     has_default = lambda parameter: parameter.default is not shared.empty
     parameters = [one for one in given if not has_default(one)] + own
     parameters += filter(has_default, given)
-    names = [one.name for one in sorted(parameters, key=has_default)]
+    parameters.sort(key=has_default)
+    names = [one.name for one in parameters]
 
     @functools.wraps(make)
     def made(**options: Any) -> Any:
@@ -72,11 +73,12 @@ def _spelled_out(make: F) -> F:
             raise TypeError(unknown_arguments(make.__name__, unknown, names))
         return make(**options)
 
-    vars(made)["__signature__"] = signature.replace(parameters=sorted(parameters, key=has_default))
+    vars(made)["__signature__"] = signature.replace(parameters=parameters)
     return cast(F, made)
 
 
-def _made(sampler: Any, view: Any, shared: Any) -> ReplayBuffer[Any]:
+def _composed(sampler: Any, view: Any, shared: Any) -> ReplayBuffer[Any]:
+    """Return the buffer. Warn if a batch is larger than it."""
     buffer = ReplayBuffer(sampler=sampler, view=view, **shared)
     if buffer.batch_size > buffer.capacity:
         warnings.warn(
@@ -114,7 +116,7 @@ def items(*, sampler: Sampler = _UNIFORM, **shared: Unpack[ItemOptions]) -> Repl
       >>> buffer.sample(state, jax.random.key(0)).experience["image"].shape
       (4, 8, 8)
     """
-    return _made(sampler, Item(), shared)
+    return _composed(sampler, Item(), shared)
 
 
 @_spelled_out
@@ -173,7 +175,7 @@ def transitions(
       [True, True, True]
     """
     view = TransitionView(n_step=n_step, gamma=gamma, discount_key=discount_key)
-    return _made(sampler, view, shared)
+    return _composed(sampler, view, shared)
 
 
 @_spelled_out
@@ -389,7 +391,7 @@ def sequences(
         cross_episodes=cross_episodes,
         recurrent_state_key=recurrent_state_key,
     )
-    return _made(sampler, view, shared)
+    return _composed(sampler, view, shared)
 
 
 @_spelled_out
@@ -452,7 +454,7 @@ def chunks(
     """
     as_tuple: Any = lambda offsets: tuple(offsets) if isinstance(offsets, list) else offsets
     view = ChunkView(obs=as_tuple(obs), action=as_tuple(action), pad=pad)
-    return _made(sampler, view, shared)
+    return _composed(sampler, view, shared)
 
 
 @_spelled_out
@@ -523,7 +525,7 @@ def future_pairs(
     )
     if sampler is None:
         sampler = UniformEpisodes(unfinished=unfinished or max_terminals is not None)
-    return _made(sampler, view, shared)
+    return _composed(sampler, view, shared)
 
 
 def rollout(

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxreplay._util import checks
 from jaxreplay._util.aliases import Key
+from jaxreplay._util.hints import unknown_attribute
 from jaxreplay._util.names import kind_of
 from jaxreplay._util.struct import Static
 from jaxreplay.buffers.jitted import buffer_of
@@ -55,10 +56,9 @@ class Mixture(Static):
     if not TYPE_CHECKING:  # a type checker knows the methods
 
         def __getattr__(self, name: str) -> Any:
-            raise AttributeError(
-                f"a Mixture has no {name}; each member has its own: states[name] = "
-                f"buffer.add(states[name], step)"
-            )
+            what = unknown_attribute(self, name)
+            of_member = "states[name] = buffer.add(states[name], step)"
+            raise AttributeError(f"{what}; a member is filled by its own buffer: {of_member}")
 
     def _check(self) -> None:
         if not self.members:

@@ -69,8 +69,9 @@ def as_step(where: str, step: PyTree) -> Step:
 
 
 def newest_waits(buffer: Any) -> bool:
-    """Return whether each env's newest row waits for the next one, or is a final one."""
-    return bool(buffer.window.after) and buffer.autoreset in ("next_step", "same_step")
+    """Return whether each env's newest row is always a final one, or waits for the next one. With
+    "next_step" it may be terminated, and sampleable at once."""
+    return bool(buffer.window.after) and buffer.autoreset == "same_step"
 
 
 def check_min_size(buffer: Any) -> None:

@@ -18,6 +18,8 @@ from jaxreplay.sb3.batch import SB3View
 from jaxreplay.torch import to_torch
 from jaxreplay.types import Index
 
+_PATIENCE = 1_000  # samples without an update of priorities, before a warning
+
 
 class ReplayBuffer(DropInBuffer):
     """Uniform replay of one-step transitions.
@@ -255,10 +257,11 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
     def _count_sample(self) -> None:
         """Warn once if nobody updates priorities."""
         self._num_unanswered += 1
-        if self._num_unanswered == 1_000:
+        if self._num_unanswered == _PATIENCE:
             warnings.warn(
-                f"{type(self).__name__}: 1,000 samples and no update of priorities: the algorithms "
-                "of Stable-Baselines3 make none, so rows are sampled uniformly; use PrioritizedDQN",
+                f"{type(self).__name__}: {_PATIENCE:,} samples and no update of priorities: the "
+                "algorithms of Stable-Baselines3 make none, so rows are sampled uniformly; use "
+                "PrioritizedDQN",
                 stacklevel=3,
             )
 
@@ -297,4 +300,4 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         priorities = np.array(priorities, np.float32).reshape(-1) + np.float32(self.epsilon)
         with self._monitor:
             self._owner.change(method("update_priorities"), indices, priorities)
-        self._num_unanswered = 1_000  # never warn
+        self._num_unanswered = _PATIENCE  # never warn

@@ -162,10 +162,11 @@ class _Pickler(pickle.Pickler):
         if not isinstance(value, VecEnvWrapper):
             return NotImplemented
         state = {name: each for name, each in vars(value).items() if name != "class_attributes"}
-        return _wrapper, (type(value), state)
+        return _made_again, (type(value), state)
 
 
-def _wrapper(kind: type, state: dict[str, Any]) -> Any:
+def _made_again(kind: type, state: dict[str, Any]) -> Any:
+    """Return the wrapper of envs that was pickled."""
     wrapper: Any = object.__new__(kind)
     members = {"class_attributes": dict(inspect.getmembers(kind))}
     vars(wrapper).update(state | members)
@@ -178,13 +179,15 @@ def _pickled(envs: Any) -> bytes:
 
 
 def _statistics(model: Any) -> dict[str, Any] | None:
-    """Return the running statistics of `VecNormalize`, None without it."""
+    """Return the running statistics of the envs' `VecNormalize`, None without one."""
     normalized = model.get_vec_normalize_env()
-    names = {"obs_rms", "ret_rms"}
-    return normalized and {name: vars(normalized)[name] for name in names & {*vars(normalized)}}
+    if normalized is None:
+        return None
+    return {name: vars(normalized)[name] for name in {"obs_rms", "ret_rms"} & {*vars(normalized)}}
 
 
 def _take_statistics(model: Any, saved: dict[str, Any] | None) -> None:
+    """Give saved statistics to the envs' `VecNormalize`."""
     normalized = model.get_vec_normalize_env()
     if (normalized is None) != (saved is None):
         with_it, without = ("saved", "new") if normalized is None else ("new", "saved")

@@ -189,9 +189,9 @@ class Replay:
     if not TYPE_CHECKING:  # a type checker knows the methods
 
         def __getattr__(self, name: str) -> Any:
-            instead = VERBS[name].of_replay if name in VERBS else None
-            has = f"a Replay has no {name}; it has {instead}"
-            raise AttributeError(has if instead else unknown_attribute(self, name))
+            if name in VERBS and (instead := VERBS[name].of_replay):
+                raise AttributeError(f"a Replay has no {name}; it has {instead}")
+            raise AttributeError(unknown_attribute(self, name))
 
     @property
     def buffer(self) -> Any:
@@ -977,8 +977,8 @@ class Replay:
             else f"{of}{size} rows, but none of a positive priority, or of the fractions asked for"
         )
         cure = "add steps first, or wait with timeout="
-        if not owner.has_example:
-            cure += "; the rows that a folder has need example="
+        if owner.place.outlasts and not owner.has_example:
+            cure += "; the rows that the folder has need example="
         return f"no batch can be sampled yet, {why}: {cure}"
 
     def _check_open(self) -> None:

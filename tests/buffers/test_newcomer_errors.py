@@ -82,7 +82,7 @@ MAKING = {
         stores items, which have no episodes""",
     "jr.ReplayBuffer(**SIZES, view=jr.views.Item(), sampler=jr.Uniform(), track_episodes=True)": """
         stores items, which have no episodes""",
-    "jr.uniform(**SIZES, **NEXT, min_size=8)": "min_size=8 exceeds the 6 rows that can be sampled",
+    "jr.uniform(**SIZES, **FINAL, min_size=7)": "min_size=7 exceeds the 6 rows that can be sampled",
     "jr.transitions(**SIZES, **NEXT, sampler=jr.Queue)": """
         sampler must be an instance of a jaxreplay.samplers.Sampler, such as jaxreplay.Uniform()
         got <class""",
@@ -211,7 +211,9 @@ NAMES = {
     "buffer.push": "a ReplayBuffer has no push; did you mean add?",
     "jr.jit(buffer).set_priorities": "did you mean update_priorities?",
     "state.add": "a ReplayState has no add; methods are the buffer's: buffer.add(state, ...)",
-    "mixture.add": "a Mixture has no add; each member has its own",
+    "mixture.add": "a Mixture has no add; a member is filled by its own buffer",
+    "mixture.smaple": "a Mixture has no smaple; did you mean sample?",
+    "state.sampelr": "a ReplayState has no sampelr; did you mean sampler?",
     "jr.Replay(buffer).push": "a Replay has no push; did you mean add?",
     "jr.uniform(**SIZES, alpha=1.0)": "uniform takes no alpha; jaxreplay.prioritized takes it",
     "jr.uniform(**SIZES, sequence_length=4)": "jaxreplay.sequences takes length",

@@ -60,7 +60,7 @@ def test_the_largest_capacity_is_the_largest(min_size, free, monkeypatch):
     takes = lambda capacity: dataclasses.replace(buffer, capacity=capacity).memory(example).total
     monkeypatch.setattr("jaxreplay.buffers.memory.free_bytes", lambda: free)
     made = jr.plan(buffer, example)
-    least = max(8, -(-min_size // 4) * 4 + 4)  # each env's newest row is not sampleable
+    least = max(8, -(-min_size // 4) * 4)
     assert takes(max(made.largest_capacity + 4, least)) > free
     assert not made.largest_capacity or takes(made.largest_capacity) <= free
     assert made.fits == (made.memory.total <= free)

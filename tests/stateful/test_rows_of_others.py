@@ -236,3 +236,19 @@ def test_a_mixture_has_states_and_batches_of_all_members():
     replay.add(steps(0), member="demos")
     with refused("sample: a batch of this mixture has 8 items, not 4"):
         replay.sample(4)
+
+
+def test_rows_of_a_folder_wait_for_an_example(tmp_path):
+    buffer, rows = jr.items(capacity=4, batch_size=1), tmp_path / "rows"
+    with jr.Replay(buffer, rows=rows) as replay:
+        replay.add({"x": np.ones(1)})
+    with (
+        jr.Replay(buffer, rows=rows) as replay,
+        refused("the rows that the folder has need example=", TimeoutError),
+    ):
+        replay.sample()
+    with (
+        jr.Replay(buffer) as replay,
+        refused("add steps first, or wait with timeout=$", TimeoutError),
+    ):
+        replay.sample()
