@@ -1,7 +1,5 @@
 """`pytest benchmarks/conformance --replay=my_adapter.py` holds an adapter to the properties."""
 
-import importlib.util
-import inspect
 import json
 import pathlib
 import sys
@@ -12,7 +10,7 @@ HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 from properties import ALL  # noqa: E402
-from replay import Replay  # noqa: E402
+from replay import adapters_of  # noqa: E402
 
 
 def pytest_addoption(parser):
@@ -20,22 +18,6 @@ def pytest_addoption(parser):
         "--replay", default=str(HERE / "adapters" / "ours.py"), help="file with adapters"
     )
     parser.addoption("--report", help="file to write what was found to, as JSON")
-
-
-def adapters_of(path):
-    """Return the adapters of a file, by the name of their class."""
-    spec = importlib.util.spec_from_file_location("adapter", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["adapter"] = module
-    spec.loader.exec_module(module)
-    return {
-        name: one
-        for name, one in vars(module).items()
-        if inspect.isclass(one)
-        and issubclass(one, Replay)
-        and one.name
-        and not name.startswith("_")
-    }
 
 
 def pytest_generate_tests(metafunc):
@@ -54,6 +36,8 @@ def pytest_runtest_makereport(item, call):
         make, has = item.callspec.params["make"], item.callspec.params["has"]
         said = str(call.excinfo.value) if call.excinfo else ""
         kind = {"passed": "holds", "skipped": "not offered", "failed": "fails"}[report.outcome]
+        if kind == "fails" and has.__name__ in make.arguable:
+            kind, said = "arguable", f"{make.arguable[has.__name__]} ({said})"
         FOUND.setdefault(make.name, {})[has.__name__] = [kind, said]
 
 

@@ -5,7 +5,11 @@ that need it are then "not offered", which is no fault.
 """
 
 import dataclasses
-from typing import Any
+import importlib.util
+import inspect
+import pathlib
+import sys
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -19,7 +23,8 @@ class Options:
     """What to make.
 
     Attributes:
-      capacity: Number of steps of all envs together that fit at least.
+      capacity: Number of steps of all envs together that fit, less those of an episode or two, and
+        final observations that take the place of a step.
       kind: "uniform", "prioritized", "sequences" or "goals" (hindsight).
       num_envs: E.
       batch_size: Number of items of a batch, B.
@@ -101,6 +106,7 @@ class Replay:
 
     name = ""  # with the version
     is_threadsafe = False  # its docs say so
+    arguable: ClassVar[dict[str, str]] = {}  # of properties that fail: why that may be meant so
 
     def __init__(self, options: Options):
         self.options = options
@@ -136,3 +142,29 @@ class Replay:
     def seed(self, seed: int) -> None:
         """Let the next samples depend on the seed alone."""
         raise NotOffered
+
+    def pure(self, turn: Turn) -> Any:
+        """Return an empty state for such turns and pure functions of JAX: `row(turn)`, arrays to
+        add; `add(state, row)`; `sample(state, key)`, arrays."""
+        raise NotOffered
+
+
+def loaded(path):
+    """Return the module of a file with adapters."""
+    name = f"adapter_{pathlib.Path(path).stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def adapters_of(path):
+    """Return the adapters of a file, by the name of their class."""
+    return {
+        name: one
+        for name, one in vars(loaded(path)).items()
+        if inspect.isclass(one)
+        and issubclass(one, Replay)
+        and one.name
+        and not name.startswith("_")
+    }

@@ -3,6 +3,7 @@
 their lines."""
 
 import ast
+import datetime
 import json
 import pathlib
 import subprocess
@@ -13,17 +14,21 @@ ROOT = HERE.parents[1]
 OUT = ROOT / "out" / "conformance"
 FOUND = HERE / "found.json"
 PAGE = HERE.parent / "CONFORMANCE.md"
-MARKS = {"holds": "yes", "fails": "**no**", "not offered": ""}
+MARKS = {"holds": "yes", "fails": "**no**", "arguable": "(no)", "not offered": ""}
+COLUMNS = 8  # of a table
+MOST_TEXT = 400  # characters of what fails
 INTRO = """\
 # Conformance
 
 What replays promise, and what they keep. Each property is a function of
-[properties.py](conformance/properties.py), and each library is used as its own docs say, by an
-adapter in [adapters](conformance/adapters). Blank: not offered, which is no fault. "no": what
-breaks it is below. Where a property is arguable, the adapter or the note says so.
+[properties.py](conformance/properties.py), whose docstring says why it matters and where its fault
+was reported. Each library is used as its own docs say, by an adapter in
+[adapters](conformance/adapters). Blank: not offered, which is no fault. "no": what breaks it is
+below, with the steps around it; it failed twice. "(no)": the library may mean it so. Streams and
+samplers have the seed 0, where nothing else is said.
 
-`make conformance` makes this table; `pytest benchmarks/conformance --replay=my_adapter.py` holds
-your own replay to it.
+`make conformance` makes this page; `pytest benchmarks/conformance --replay=my_adapter.py` holds
+your own replay to the properties.
 """
 
 
@@ -62,31 +67,36 @@ def main():
     for name in sys.argv[1:] or files:
         report = OUT / f"{name}.json"
         OUT.mkdir(parents=True, exist_ok=True)
-        command = [python_of(files[name]), "-m", "pytest", "-q", HERE, f"--replay={files[name]}"]
+        python = python_of(files[name])
+        command = [python, "-m", "pytest", "-q", HERE, f"--replay={files[name]}"]
         subprocess.run([*command, f"--report={report}", "--tb=no"], check=False, cwd=ROOT)
-        found[name] = json.loads(report.read_text())
+        found[name] = {"date": str(datetime.date.today()), "found": json.loads(report.read_text())}
     FOUND.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
     PAGE.write_text(page(found))
 
 
 def page(found):
-    replays = {name: of for name in sorted(found) for name, of in found[name].items()}
+    """Return the text of the page: tables, what fails, and when each library was held to it."""
+    ours_first = sorted(found, key=lambda name: (not name.startswith(("ours", "one_file")), name))
+    replays = {label: of for name in ours_first for label, of in found[name]["found"].items()}
     names = [*dict.fromkeys(name for of in replays.values() for name in of)]
-    head = "| property | " + " | ".join(replays) + " |"
-    lines = [
-        f"| {name.replace('_', ' ')} | "
-        + " | ".join(MARKS[of.get(name, ["not offered"])[0]] for of in replays.values())
-        + " |"
-        for name in names
-    ]
-    faults = [
-        f"- **{replay}, {name.replace('_', ' ')}**: {of[name][1].splitlines()[0][:400]}"
-        for replay, of in replays.items()
-        for name in names
-        if of.get(name, [""])[0] == "fails"
-    ]
-    table = "\n".join([head, "| --- |" + " :---: |" * len(replays), *lines])
-    return f"{INTRO}\n{table}\n\n## What fails\n\n" + "\n".join(faults) + "\n"
+    lines = [INTRO]
+    for start in range(0, len(replays), COLUMNS):
+        some = [*replays.items()][start : start + COLUMNS]
+        lines += ["| property | " + " | ".join(label for label, _ in some) + " |"]
+        lines += ["| --- |" + " :---: |" * len(some)]
+        for name in names:
+            marks = (MARKS[of[name][0]] for _, of in some)
+            lines += [f"| {name.replace('_', ' ')} | " + " | ".join(marks) + " |"]
+        lines += [""]
+    lines += ["## What fails", ""]
+    for label, of in replays.items():
+        for name, (kind, said) in of.items():
+            if kind in ("fails", "arguable"):
+                text = " ".join(said.split())[:MOST_TEXT]
+                lines += [f"- **{label}, {name.replace('_', ' ')}**: {text}"]
+    dates = ", ".join(f"{name} {found[name]['date']}" for name in ours_first)
+    return "\n".join([*lines, "", f"Dates: {dates}.", ""])
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Scripted envs whose observations are numbers, so that each item tells what it should be.
 
-Env e counts its observations from 100,000 * e. A final observation is one more than the last one,
-and the first one of the next episode is one more than the final one. So `obs + 1` follows `obs`,
-and `obs + 2` is the next episode's.
+Env e counts its observations from 100,000 * (e + 1): 0 is memory that was never written. A final
+observation is one more than the last one, and the first one of the next episode is one more than
+the final one. So `obs + 1` follows `obs`, and `obs + 2` is the next episode's.
 """
 
 import dataclasses
@@ -34,16 +34,17 @@ class Stream:
 
     Args:
       lengths: Smallest and largest number of steps of an episode.
-      terminations: Share of the episodes that terminate; the others are truncated.
+      terminations: Share of the episodes that terminate; the others are truncated, which only the
+        properties that are about it ask for.
       masks: Share of an env's turns without a step.
     """
 
-    def __init__(self, options: Options, lengths=(1, 6), terminations=0.0, masks=0.0, seed=0):
+    def __init__(self, options: Options, lengths=(1, 6), terminations=1.0, masks=0.0, seed=0):
         self.options, self.lengths = options, lengths
         self.terminations, self.masks = terminations, masks
         self.random = np.random.default_rng(seed)
         num_envs = options.num_envs
-        self.number = np.arange(num_envs) * STRIDE
+        self.number = (1 + np.arange(num_envs)) * STRIDE
         self.left = self.random.integers(lengths[0], lengths[1] + 1, num_envs)
         self.waits = np.zeros(num_envs, bool)  # for the step that resets
         self.steps = [[] for _ in range(num_envs)]
@@ -101,17 +102,18 @@ class Stream:
             for n, step in enumerate(own)
         }
 
-    def history(self):
-        """Return the newest steps of the envs as text: `100 101| 103! ...`, | a truncation and ! a
+    def history(self, number):
+        """Return the steps around one as text, `100007 100008| 100010!`: | is a truncation and ! a
         termination."""
-        lines = (
-            " ".join(
-                f"{step.number}{'!' if step.terminated else '|' if step.ends else ''}"
-                for step in own[-12:]
-            )
-            for own in self.steps
-        )
-        return "; ".join(f"env {env}: {line}" for env, line in enumerate(lines))
+        env = number // STRIDE - 1
+        if not 0 <= env < len(self.steps):
+            return "no env has such observations"
+        own, more = self.steps[env], self.options.n_step + 2
+        near = [step for step in own if number - 4 <= step.number <= number + more]
+        ends = ("!" if step.terminated else "|" if step.ends else "" for step in near)
+        text = " ".join(f"{step.number}{end}" for step, end in zip(near, ends, strict=True))
+        newest = "" if own[-1] in near else f" ... {own[-1].number}"
+        return f"{self.options.kind}, {self.options.autoreset}, steps of its env: {text}{newest}"
 
     def targets(self, env, n):
         """Yield each target that a step may have, the whole window last: (reward, discount, number
@@ -128,23 +130,34 @@ class Stream:
             if step.ends:
                 return
 
-    def check(self, batch: Batch, places=None):
-        """Compare each item of a batch with its step. Return the numbers of the items."""
+    def check(self, batch: Batch, places=None, at_ends="all"):
+        """Compare each item of a batch with its step. Return the numbers of the items.
+
+        Args:
+          at_ends: Of a window that has an end, compare "all", "none", or but for the next
+            observation, "discount".
+        """
         places = self.all_steps() if places is None else places
         first = lambda tree: np.asarray(tree, np.float64).reshape(len(batch.reward), -1)[:, 0]
-        numbers, nexts = first(batch.obs), first(batch.next_obs)
-        action, reward = first(batch.action), first(batch.reward)
-        discount = first(batch.discount)
-        for number, next_number, *got in zip(numbers, nexts, action, reward, discount, strict=True):
-            what = f"item of obs {number:.0f}; {self.history()}"
+        fields = (batch.obs, batch.next_obs, batch.action, batch.reward, batch.discount)
+        items = np.stack([first(field) for field in fields], axis=1)
+        for number, next_number, *got in np.unique(items, axis=0):
+            what = f"item of obs {number:.0f}; {self.history(int(number))}"
             assert number in places, f"no step was taken there: {what}"
             assert got[0] == action_of(number), (
                 f"action {got[0]:.0f}, {action_of(number)} was taken: {what}"
             )
-            targets = [*self.targets(*places[number])]
+            env, n = places[number]
+            window = self.steps[env][n : n + self.options.n_step]
+            has_end = any(step.ends for step in window)
+            if at_ends == "none" and has_end:
+                continue
+            is_free = at_ends == "discount" and has_end
+            targets = [*self.targets(env, n)]
             may = [one for one in targets if one[3]] or targets[-1:]  # the newest may be cut
             fits = (
-                np.allclose(got[1:], (r, d), rtol=1e-4) and (d == 0 or next_number == after)
+                np.allclose(got[1:], (r, d), rtol=1e-4)
+                and (d == 0 or is_free or next_number == after)
                 for r, d, after, _ in may
             )
             expected = ", or ".join(f"{r:.4g}, {d:.4g}, {after}" for r, d, after, _ in may)
@@ -152,4 +165,4 @@ class Stream:
                 f"reward {got[1]:.4g}, discount {got[2]:.4g}, next_obs {next_number:.0f}; expected "
                 f"{expected}: {what}"
             )
-        return numbers.astype(int)
+        return items[:, 0].astype(int)

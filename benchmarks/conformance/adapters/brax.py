@@ -31,11 +31,7 @@ class Queue(Replay):
     def add(self, turn):
         transitions = self.transitions(turn)
         if self.queue is None:
-            self.queue = replay_buffers.UniformSamplingQueue(
-                self.options.capacity,
-                jax.tree.map(lambda leaf: leaf[0], transitions),
-                self.options.batch_size,
-            )
+            self.queue = self.queue_for(transitions)
             self.insert = jax.jit(self.queue.insert_internal, donate_argnums=0)
             self.draw = jax.jit(self.queue.sample_internal, donate_argnums=0)
             self.state = self.queue.init(jax.random.key(self.options.seed))
@@ -46,6 +42,18 @@ class Queue(Replay):
             transitions = jax.tree.map(lambda leaf: leaf[taken], transitions)
             self.queue.check_can_insert(self.state, transitions, 1)
             self.state = self.insert(self.state, transitions)
+
+    def queue_for(self, transitions):
+        return replay_buffers.UniformSamplingQueue(
+            self.options.capacity,
+            jax.tree.map(lambda leaf: leaf[0], transitions),
+            self.options.batch_size,
+        )
+
+    def pure(self, turn):
+        queue = self.queue_for(self.transitions(turn))
+        sample = lambda state, key: queue.sample_internal(state.replace(key=key))[1]
+        return queue.init(jax.random.key(0)), self.transitions, queue.insert_internal, sample
 
     def transitions(self, turn):
         is_lost = turn.final_obs is None

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from replay import Batch, NotOffered, Replay
+from streams import Stream
 
 REQUIREMENTS = "flashbax==0.1.3 jax==0.10.2 numpy==2.4.6"
 PYTHON = "3.11"
@@ -83,6 +84,12 @@ class _Buffer(Replay):
     def nbytes(self):
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self.state))
 
+    def pure(self, turn):
+        buffer = self.make()
+        row = lambda turn: _one(self.row(turn)) if self.time_axis else self.row(turn)
+        state = buffer.init(jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), self.row(turn)))
+        return state, row, buffer.add, buffer.sample
+
     def size(self):
         return jax.tree.leaves(self.state.experience)[0].shape[1]
 
@@ -117,8 +124,6 @@ class _Buffer(Replay):
         The state that `Vault.read` returns is a full one of as many steps as were read, which would
         be the capacity from now on (instadeepai/flashbax#15). A user who goes on adds them.
         """
-        from streams import Stream
-
         self.init(self.row(Stream(self.options).turn()))
         vault = self.vault_at(path)
         steps = min(self.size(), vault.vault_index)
@@ -151,8 +156,8 @@ class Flat(_Buffer):
     """`make_flat_buffer`: pairs of rows that follow each other.
 
     Where a pair goes from one episode to the next, the user masks it: of envs that reset in the
-    next step the row of the reset, of others that of a truncation. The final observation has no
-    row there: the README advises the item buffer for it.
+    next step the row of the reset, of others that of a truncation whose final observation is lost.
+    Where it is not, the README advises the item buffer.
     """
 
     name = f"flashbax {VERSION}, flat buffer"
@@ -182,6 +187,8 @@ class Flat(_Buffer):
 
     def add(self, turn):
         _lockstep(turn)
+        if self.options.autoreset == "same_step" and turn.truncated.any():
+            raise NotOffered("the README: use the item buffer")
         row = self.row(turn)
         self.init(row)
         self.put(_one(row))

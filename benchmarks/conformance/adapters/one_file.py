@@ -69,5 +69,14 @@ class OneFile(Replay):
     def reset_max_priority(self):
         self.state = dataclasses.replace(self.state, max_priority=jnp.float32(1))
 
+    def pure(self, turn):
+        def row(turn):
+            step = (turn.obs, turn.action, turn.reward, turn.terminated, turn.truncated)
+            return (*step, turn.final_obs)
+
+        state = self.code.init(self.config, turn.obs[0], turn.action[0])
+        sample = functools.partial(self.code.sample, batch_size=self.options.batch_size)
+        return state, row, lambda state, row: self.code.add(state, *row), sample
+
     def nbytes(self):
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self.state))

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from replay import Batch, Replay
+from streams import Stream
 
 import jaxreplay as jr
+from jaxreplay import checkpoint
 
 AUTORESET = {"lost": "same_step_no_final_obs"}
 
@@ -102,16 +104,15 @@ class Jitted(Replay):
     def nbytes(self):
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self.state))
 
-    def save(self, path):
-        from jaxreplay import checkpoint
+    def pure(self, turn):
+        buffer, row = self.buffer.buffer, lambda turn: step_of(turn, self.options)
+        state = buffer.init(jax.tree.map(lambda leaf: leaf[0], row(turn)))
+        return state, row, buffer.add, buffer.sample
 
+    def save(self, path):
         checkpoint.save(path, self.buffer.buffer, self.state)
 
     def load(self, path):
-        from streams import Stream
-
-        from jaxreplay import checkpoint
-
         turn = Stream(self.options).turn()
         self.example = jax.tree.map(lambda leaf: leaf[0], step_of(turn, self.options))
         self.state = checkpoint.restore(path, self.buffer.buffer, self.example)
@@ -138,6 +139,9 @@ class OnDevice(Replay):
 
     def update_priorities(self, index, priority):
         self.replay.update_priorities(index, np.asarray(priority, np.float32))
+
+    def nbytes(self):
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.replay.state))
 
     def save(self, path):
         self.replay.save(path)

@@ -21,7 +21,7 @@ from torchrl.envs import MultiStepTransform
 
 # With another version of torch than that which the wheel was built for, its extension is to be
 # compiled (torchrl/csrc): there are no priorities without.
-REQUIREMENTS = "torchrl==0.14.1 tensordict==0.14.3 torch==2.13.0+cpu numpy==2.4.6"
+REQUIREMENTS = "torchrl==0.14.1 tensordict==0.14.3 torch==2.13.0 numpy==2.4.6"
 PYTHON = "3.11"
 VERSION = importlib.metadata.version("torchrl")
 logging.getLogger("torchrl").setLevel(logging.WARNING)
