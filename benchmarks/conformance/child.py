@@ -9,7 +9,7 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from properties import filled
 from replay import NotOffered, Options, loaded
-from streams import Stream
+from streams import Noise, Stream
 
 source, name, action, folder = sys.argv[1:]
 make = getattr(loaded(source), name)
@@ -26,7 +26,8 @@ def main():
         make(options)  # what a first one loads
         say("made")
         sys.stdin.readline()
-        replay, _ = filled(make, 40_000, options, lengths=(50, 50))
+        replay = make(options)
+        Noise(options, lengths=(50, 50)).fill(replay, 40_000)
         replay.sample()
         say("filled")
         sys.stdin.readline()

@@ -18,7 +18,7 @@ import time
 
 import numpy as np
 from replay import NotOffered, Options, Turn
-from streams import STRIDE, Stream, action_of, reward_of
+from streams import STRIDE, Noise, Stream, action_of, reward_of
 
 HERE = pathlib.Path(__file__).parent
 KINDS = ("uniform", "prioritized")
@@ -191,7 +191,7 @@ def n_step_windows_stop_at_the_newest_step(make):
     never reads old rows, at each place of the head in the ring. (thu-ml/tianshou#135)"""
 
     def holds(kind):
-        options = Options(16, kind, n_step=3, batch_size=32)
+        options = Options(15, kind, n_step=3, batch_size=32)
         replay, envs = filled(make, 8, options, lengths=(6, 7))
         for _ in range(32):
             sampled(replay, envs, batches=4, at_ends="none")
@@ -365,7 +365,7 @@ def late_updates_change_no_other_step(make):
     once, and after other batches were sampled, as a learner has it that samples ahead."""
 
     def holds(batches):
-        options = Options(16, "prioritized", batch_size=4)
+        options = Options(15, "prioritized", batch_size=4)
         replay, envs = filled(make, 16, options, lengths=(1000, 1000))
         late = replay.sample()
         envs.fill(replay, 32)
@@ -538,21 +538,12 @@ def _tree(make, obs):
                 np.testing.assert_array_equal(leaf.reshape(stored.shape), stored, name)
 
 
-class _Noise(Stream):
-    """Envs with random bytes, which nothing compresses."""
-
-    def obs(self, number):
-        shape = self.options.obs.shape
-        noise = (np.random.default_rng(n).integers(0, 256, shape, np.uint8) for n in number)
-        return np.stack([*noise])
-
-
 def observations_are_stored_once(make):
     """A row of 10,000 bytes takes less than 15,000 in a full replay: `next_obs` is the next row's
     observation, and still the true final one at an end. (rail-berkeley/softlearning#65)"""
     options = Options(500, obs=np.zeros(10_000, np.uint8))
     replay = make(options)
-    _Noise(options, lengths=(50, 50)).fill(replay, 600)
+    Noise(options, lengths=(50, 50)).fill(replay, 600)
     each = replay.nbytes() / options.capacity
     assert each < 15_000, f"{each:,.0f} bytes a row of 10,000"
 
@@ -564,7 +555,8 @@ def an_add_costs_no_copy(make):
     (instadeepai/flashbax#6, instadeepai/flashbax#17)"""
 
     def seconds(capacity, num_envs):
-        options = Options(capacity, num_envs=num_envs, obs=np.zeros(128, np.float32))
+        sizes = {"num_envs": num_envs, "batch_size": 200, "obs": np.zeros(128, np.float32)}
+        options = Options(capacity, **sizes)
         replay, envs = make(options), Stream(options, lengths=(50, 50))
         envs.fill(replay, capacity // num_envs + 70)
         turns, times = [envs.turn() for _ in range(60)], []

@@ -166,3 +166,12 @@ class Stream:
                 f"{expected}: {what}"
             )
         return items[:, 0].astype(int)
+
+
+class Noise(Stream):
+    """Envs with random bytes, which nothing compresses."""
+
+    def obs(self, number):
+        shape = self.options.obs.shape
+        noise = (np.random.default_rng(n).integers(0, 256, shape, np.uint8) for n in number)
+        return np.stack([*noise])
