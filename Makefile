@@ -162,6 +162,7 @@ PART_disk := checkpoint_writers tiered_disk
 PART_signals := checkpoint_interrupts
 PART_resize := changed_buffer opened
 PART_examples := examples one_file
+PART_conformance := conformance
 PART_compat := flashbax brax orbax neighbours
 PART_gpu := oracle_streams laws $(AS_ON_ONE_CORE)
 PART_gpu_more := $(AS_ON_ONE_REST)

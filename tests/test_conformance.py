@@ -7,6 +7,7 @@ from tests.support.conformance import FOLDER, PROPERTIES, NotOffered, adapters_o
 
 FORMS = adapters_of(FOLDER / "adapters" / "ours.py")
 FORMS |= adapters_of(FOLDER / "adapters" / "ours_sb3.py")
+FORMS |= adapters_of(FOLDER / "adapters" / "one_file.py")
 # Other processes, a million updates, seconds: each holds of all forms, or of none.
 LONG = {
     "a_kill_in_a_save_leaves_one",

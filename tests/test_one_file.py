@@ -5,7 +5,6 @@ import functools
 import importlib.util
 import itertools
 import pathlib
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ import pytest
 import jaxreplay as jr
 from tests.conftest import thorough
 from tests.support import hlo
+from tests.support.conformance import FOLDER, PROPERTIES, adapters_of
 
 ROOT = pathlib.Path(__file__).parents[1]
 SOURCE = ROOT / "examples" / "one_file.py"
@@ -32,6 +32,7 @@ def loaded(path, source=None):
 
 
 one_file = loaded(SOURCE)
+(ADAPTER,) = adapters_of(FOLDER / "adapters" / "one_file.py").values()
 
 
 def history(seed, num_envs):
@@ -311,26 +312,12 @@ FAULTS = {
 }
 
 
-@pytest.fixture
-def properties(monkeypatch):
-    """Return the properties of any replay, and the adapter of this one."""
-    folder, names = ROOT / "benchmarks" / "conformance", ("replay", "streams", "properties")
-    monkeypatch.syspath_prepend(folder)
-    for name in names:  # others may have these names, too
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield importlib.import_module("properties").ALL, loaded(folder / "adapters/one_file.py").OneFile
-    for name in names:
-        del sys.modules[name]
-
-
 @pytest.mark.parametrize("fault", [thorough(fault) for fault in FAULTS])
-def test_a_property_finds_each_fault(properties, fault):
+def test_a_property_finds_each_fault(fault):
     old, new, name = FAULTS[fault]
     source = SOURCE.read_text()
     assert source.count(old) == 1
-    has, adapter = properties[0][name], properties[1]
-
-    has(adapter)
-    faulty = type("Faulty", (adapter,), {"code": loaded(SOURCE, source.replace(old, new))})
+    PROPERTIES[name](ADAPTER)
+    faulty = type("Faulty", (ADAPTER,), {"code": loaded(SOURCE, source.replace(old, new))})
     with pytest.raises(AssertionError):
-        has(faulty)
+        PROPERTIES[name](faulty)

@@ -32,9 +32,7 @@ def main():
         say("filled")
         sys.stdin.readline()
         replay.save(path)
-        say("saved")
-        sys.stdin.readline()
-        return say("ends")
+        return say("saved")
     options = Options(4_000, num_envs=2, obs=np.zeros(500, np.float32))
     if action == "saves":
         replay, envs = filled(make, 3_000, options, lengths=(5, 20))
