@@ -3,6 +3,7 @@
 import importlib.util
 import pathlib
 import sys
+from typing import ClassVar
 
 import numpy as np
 from replay import Batch
@@ -22,6 +23,7 @@ class DropIns(_theirs.StableBaselines3):
     name = f"jaxreplay {jr.__version__}, sb3"
     uniform, n_step = jaxreplay.sb3.ReplayBuffer, jaxreplay.sb3.NStepReplayBuffer
     of_dicts, hindsight = jaxreplay.sb3.DictReplayBuffer, jaxreplay.sb3.HerReplayBuffer
+    arguable: ClassVar[dict[str, str]] = {}
 
     def class_of(self, is_dict, kwargs):
         options = self.options

@@ -3,6 +3,7 @@
 import copy
 import pathlib
 import pickle
+from typing import ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -57,6 +58,10 @@ class StableBaselines3(Replay):
     uniform, n_step = buffers.ReplayBuffer, buffers.NStepReplayBuffer
     of_dicts, hindsight = buffers.DictReplayBuffer, HerReplayBuffer
     kwargs = ()
+    arguable: ClassVar[dict[str, str]] = {
+        "observations_are_stored_once": "its docs offer optimize_memory_usage for it, at a cost of "
+        "more complexity"
+    }
 
     def __init__(self, options):
         super().__init__(options)
@@ -176,6 +181,11 @@ class MemoryOptimized(StableBaselines3):
 
     name = f"stable-baselines3 {stable_baselines3.__version__}, optimize_memory_usage"
     kwargs = (("optimize_memory_usage", True), ("handle_timeout_termination", False))
+    arguable: ClassVar[dict[str, str]] = dict.fromkeys(
+        ("true_final_observation_with_same_step", "terminations_do_not_bootstrap"),
+        "the docs of ReplayBuffer: optimize_memory_usage cannot be used in combination with "
+        "handle_timeout_termination, so that a truncation counts as a termination",
+    )
 
     def class_of(self, is_dict, kwargs):
         chosen = super().class_of(is_dict, kwargs)

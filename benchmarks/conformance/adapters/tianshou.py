@@ -2,6 +2,7 @@
 
 import pickle
 from importlib.metadata import version
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -16,6 +17,9 @@ from tianshou.data import (
 
 REQUIREMENTS = "tianshou==2.0.1 torch==2.13.0 gymnasium==1.4.0 numpy==2.4.6"
 PYTHON = "3.11"
+
+ONCE = "its docs offer ignore_obs_next for it"
+LATE = "the docs of update_weight: it takes places in the buffer; its algorithms update at once"
 
 
 def reward(achieved, goal):
@@ -54,6 +58,12 @@ class Tianshou(Replay):
 
     name = f"tianshou {version('tianshou')}"
     kwargs = ()
+    arguable: ClassVar[dict[str, str]] = {
+        "observations_are_stored_once": ONCE,
+        "late_updates_change_no_other_step": LATE,
+        "a_kill_in_a_save_leaves_one": "it has no save of its own but save_hdf5; the pickle of its "
+        "examples (test_c51.py) is written over the one before",
+    }
 
     def __init__(self, options):
         super().__init__(options)
@@ -154,6 +164,10 @@ class InHdf5(Tianshou):
     """The same, saved by `save_hdf5`."""
 
     name = f"tianshou {version('tianshou')}, save_hdf5"
+    arguable: ClassVar[dict[str, str]] = {
+        "observations_are_stored_once": ONCE,
+        "late_updates_change_no_other_step": LATE,
+    }
 
     def save(self, path):
         self.buffer.save_hdf5(path)
