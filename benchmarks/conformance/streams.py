@@ -130,12 +130,13 @@ class Stream:
             if step.ends:
                 return
 
-    def check(self, batch: Batch, places=None, at_ends="all"):
+    def check(self, batch: Batch, places=None, at_ends="all", at_newest=False):
         """Compare each item of a batch with its step. Return the numbers of the items.
 
         Args:
           at_ends: Of a window that has an end, compare "all", "none", or but for the next
             observation, "discount".
+          at_newest: Compare windows that reach their env's newest step too.
         """
         places = self.all_steps() if places is None else places
         first = lambda tree: np.asarray(tree, np.float64).reshape(len(batch.reward), -1)[:, 0]
@@ -150,7 +151,8 @@ class Stream:
             env, n = places[number]
             window = self.steps[env][n : n + self.options.n_step]
             has_end = any(step.ends for step in window)
-            if at_ends == "none" and has_end:
+            reaches_newest = n + self.options.n_step >= len(self.steps[env])
+            if (at_ends == "none" and has_end) or (reaches_newest and not at_newest):
                 continue
             is_free = at_ends == "discount" and has_end
             targets = [*self.targets(env, n)]
