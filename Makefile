@@ -111,7 +111,7 @@ mutants: $(VENV)/mutants
 	$(BIN)/python -m tests.mutants $(FILE) --sample $(or $(SAMPLE),40)
 
 # The main buffers with the oldest JAX that they run with.
-OLDEST_TESTS := (next_step] or items] or steps]) and (reused_and_gone or are_the_steps) or extend_equals or config9- or goes_on_to_the_last_bit
+OLDEST_TESTS := (next_step] or items] or steps]) and (reused_and_gone or probabilities_give) or extend_equals or config9- or goes_on_to_the_last_bit
 test-oldest: $(OLDEST)/installed
 	PYTHONPATH=$(CURDIR) $(OLDEST)/bin/python $(PYTEST) -k "$(OLDEST_TESTS)" $(FEW)
 

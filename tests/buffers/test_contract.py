@@ -188,20 +188,3 @@ def test_min_size_is_waited_for(case):
     np.testing.assert_array_equal(can_sample, size >= 12)
     np.testing.assert_array_equal(valid.any(axis=1), size >= 12)
     assert (size >= 12).any()
-
-
-@cases
-def test_items_are_the_steps_that_were_added(case):
-    """Each valid row is one added step, and among its stream's newest 16 rows."""
-    buffer, found = case.replay(), found_of(case)
-    added = case.step(1, time=40)  # as `filled` has them
-    added = (added if case.is_items else added.obs)["image"]
-    valid = found["get"].is_valid
-    assert valid.sum() > 10
-    for batch in (found["draw"], found["get"]):
-        items = batch.experience if case.is_items else batch.experience.obs
-        image, env = np.asarray(case.image_of(items)), batch.index.row // 16
-        for which in np.flatnonzero(batch.is_valid):
-            same = (added[:, env[which]] == image[which]).reshape(40, -1).all(axis=1)
-            assert same.any()
-            assert buffer.allow_mask or np.flatnonzero(same).max() >= 40 - 16

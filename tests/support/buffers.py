@@ -25,8 +25,6 @@ class Case:
     name: str
     make: object  # (capacity, batch_size) -> replay
     is_items: bool = False
-    # the candidate's image, from the observations that the view reads
-    image_of: object = lambda obs: obs["image"]
     is_plain: bool = True  # items keep the stored leaves' shapes
 
     def replay(self, capacity=64, batch_size=8):
@@ -146,7 +144,6 @@ def _views():
             recurrent_state_key="half",
             sampler=jr.Prioritized(),
         ),
-        image_of=lambda obs: obs["image"][:, 2],
         is_plain=False,
     )
     yield Case(
@@ -154,7 +151,6 @@ def _views():
         lambda shared: jr.sequences(
             **shared, autoreset="next_step", length=4, cross_episodes=True, allow_mask=True
         ),
-        image_of=lambda obs: obs["image"][:, 0],
         is_plain=False,
     )
     yield Case(
@@ -162,13 +158,11 @@ def _views():
         lambda shared: jr.frame_stack(
             jr.uniform(**shared, autoreset="next_step", n_step=2), 3, key="image"
         ),
-        image_of=lambda obs: obs["image"][..., -1],
         is_plain=False,
     )
     yield Case(
         "chunks",
         lambda shared: jr.chunks(**shared, **two, obs=(-1, 0), action=3),
-        image_of=lambda obs: obs["image"][:, 1],
         is_plain=False,
     )
     yield Case("future_pairs", lambda shared: jr.future_pairs(**shared, **two), is_plain=False)
