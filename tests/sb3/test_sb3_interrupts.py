@@ -16,8 +16,6 @@ from tests.sb3 import test_sb3_hindsight as goals
 from tests.support.interrupting import (
     check_comparisons,
     check_each_moment,
-    num_calls_until_interrupt,
-    waits_before_interrupts,
 )
 from tests.support.refusals import check_refused
 from tests.support.replays import have_one_length
@@ -98,20 +96,6 @@ def test_an_interrupt_while_buffers_are_compared_is_one(kind):
         return found
 
     check_comparisons(calls)
-
-
-def test_an_interrupt_at_a_random_moment_loses_nothing():
-    for seconds in waits_before_interrupts():
-        buffer = make()
-
-        def act(t, buffer=buffer):
-            add(buffer, t + 1)
-            buffer.sample(4)
-
-        add(buffer, 0)
-        count = num_stored(buffer, 1 + num_calls_until_interrupt(act, seconds))
-        act(count - 1)
-        assert num_stored(buffer, count) == count + 1
 
 
 def test_a_forked_process_gets_an_error_and_does_not_hang(monkeypatch):

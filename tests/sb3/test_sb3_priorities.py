@@ -40,31 +40,6 @@ def filled():
     return ours, steps
 
 
-def test_priorities_decide_what_is_drawn():
-    ours, steps = filled()
-    seen = ours.sample(8000)
-    assert set(seen.observations[:, 0].tolist()) == {0, 1, 2, 3}  # new rows have equal priorities
-    assert seen.weights.tolist() == [[1]] * 8000
-    assert seen.discounts[:, 0].tolist() == pytest.approx([0.9] * 8000)
-    # priority ** alpha is 1, 2, 3 and 4
-    ours.update_priorities(seen.indices, (seen.observations[:, 0] + 1) ** 2)
-    batch = ours.sample(np.int64(8000))
-    counts = np.bincount(batch.observations[:, 0].long(), minlength=4)
-    assert np.abs(counts - 8000 * np.arange(1, 5) / 10).max() <= 1  # stratified
-    # relative to the batch's largest weight, that of priority ** alpha = 1
-    torch.testing.assert_close(batch.weights, (1 / (batch.observations + 1)) ** 0.7)
-    ours.add(*next(steps))
-    batch = ours.sample(8000)
-    share = (batch.observations == 4).float().mean()
-    assert share == pytest.approx(4 / 14, abs=0.01)  # a new row has the largest priority so far
-    priorities = torch.full((8000, 1), 25.0, dtype=torch.bfloat16, requires_grad=True)
-    ours.update_priorities(batch.indices, priorities)
-    assert float(ours._state.sampler.max_priority) == 25
-    ours.update_priorities(batch.indices, np.zeros(8000))
-    with refused("every priority is 0, so nothing can be sampled; use a positive epsilon"):
-        ours.sample(8000)
-
-
 def test_a_late_update_changes_nothing():
     ours, steps = filled()
     old = ours.sample(8000)
