@@ -395,34 +395,6 @@ def test_items_are_dealt_one_by_one():
     assert {*items} < {2, 3, 4, 5, 100, 101, 200}
 
 
-def test_popped_rows_stay_popped():
-    make = lambda num_envs, capacity: jr.transitions(
-        capacity=capacity,
-        num_envs=num_envs,
-        batch_size=6,
-        autoreset="next_step",
-        allow_mask=True,
-        sampler=jr.Queue(),
-    )
-    old, news = make(2, 40), [make(*sizes) for sizes in ((2, 30), (4, 80))]
-
-    @jax.jit
-    def run(state):
-        state, batch = old.pop(state, jax.random.key(0))
-        states = [new.adopt(state) for new in news]
-        again = [new.pop(one, jax.random.key(0))[1] for new, one in zip(news, states, strict=True)]
-        return (
-            (old.size(state), batch),
-            [(new.size(one), batch) for new, one, batch in zip(news, states, again, strict=True)],
-        )
-
-    (size, batch), found = jax.device_get(run(fed_plainly(old)))
-    for new, (its_size, again) in zip(news, found, strict=True):
-        assert its_size <= size + 2 + new.capacity // 40
-        assert again.is_valid.all()
-        assert not {*batch.experience.reward.tolist()} & {*again.experience.reward.tolist()}
-
-
 def test_a_pass_over_the_rows_begins_anew_where_other_rows_are_candidates():
     every, second = (
         jr.sequences(

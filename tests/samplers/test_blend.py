@@ -302,24 +302,6 @@ def test_a_replay_waits_for_the_parts_that_give_the_items_of_a_call():
     assert replay.sample(fractions=of_priority).is_valid.all()
 
 
-def test_an_online_queue_gives_each_row_once_then_those_of_its_sampler():
-    """The ring of each of two envs has ten rows, of which envs give halves in turn."""
-    sampler = jr.OnlineQueue(sampler=jr.Prioritized(alpha=1.0))
-    buffer = jr.items(capacity=20, num_envs=2, batch_size=BATCH, sampler=sampler)
-    values = np.arange(1.0, 27.0, dtype=np.float32).reshape(13, 2)
-    state = begin(buffer, values[:12], None, values[:12])
-    news = values[2:7], values[7:12], values[:0], values[12:]
-    for number, new in enumerate(news):
-        if number == 3:
-            state = extend(buffer, state, new, priority=new)
-        state, batch = pop(buffer, state, jax.random.key(number))
-        stored, items = values[2:12] if number < 3 else values[3:], np.asarray(batch.experience)
-        assert items[: new.size].tolist() == new.T.ravel().tolist()
-        assert np.isin(items, stored).all()
-        assert batch.is_valid.all()
-        np.testing.assert_allclose(batch.probability, items / stored.sum(), rtol=1e-5)
-
-
 class InOrder(FirstRow):
     """Sample the first rows, in their order."""
 
