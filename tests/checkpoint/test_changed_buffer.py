@@ -46,9 +46,10 @@ def transitions(capacity=60, num_envs=NUM_ENVS, autoreset="same_step", **options
 PRIORITIZED = {"sampler": jr.Prioritized()}
 OLD = transitions(**PRIORITIZED)
 NEW = {  # the rest are read as the first two; the test below has another number of envs
-    "larger": transitions(200, sampler=jr.Prioritized(alpha=0.9)),
+    "larger, of a TPU": transitions(200, sampler=jr.Prioritized(alpha=0.9), platform="tpu"),
     "smaller, n_step, mask, without priorities": transitions(40, n_step=3, allow_mask=True),
     "fewer envs": transitions(num_envs=1),
+    "of a GPU": transitions(**PRIORITIZED, platform="gpu"),
     "no table": transitions(track_episodes=False, **PRIORITIZED),
     "more envs": transitions(240, num_envs=4, **PRIORITIZED),
 }
@@ -97,7 +98,9 @@ def check_adopts(path, old, new, state, example=EXAMPLE):
 )
 def test_a_changed_buffer_restores_what_it_adopts(change, tmp_path):
     new = NEW[change]
-    states = check_adopts(tmp_path, OLD, new, fed())
+    states = check_adopts(tmp_path / "there", OLD, new, fed())
+    if new.platform:
+        check_adopts(tmp_path / "back", new, OLD, states[0])
     if new.capacity < OLD.capacity:
         assert int(states[0].counters.ordinal.max()) < 20  # else its entries are the next env's
         for steps in (nth(STEPS, slice(9)), nth(STEPS, slice(9, 18))):

@@ -12,8 +12,7 @@ import pytest
 
 import jaxreplay as jr
 from jaxreplay.storage import platforms, stored_arrays, tiles
-from tests.conftest import ALL, thorough
-from tests.support.buffers import KINDS, bits, each, everything, jitted
+from tests.support.buffers import KINDS, bits
 
 SHAPES = [(1,), (3,), (48,), (49,), (3, 5), (64,), (100,), (127,), (128,), (129,), (376,), (31,)]
 SHAPES += [(5, 7, 9), (84, 84, 4), (2, 1024), (33, 32)]
@@ -151,30 +150,6 @@ def test_the_default_is_that_of_the_device_that_new_arrays_go_to():
     with jax.default_device(jax.devices("cpu")[0]):
         buffer = jr.items(capacity=4, batch_size=1)
         assert buffer.init({"x": jnp.zeros(())}).layout.platform == platforms.default()
-
-
-@each(KINDS if ALL else [PRIORITIZED])
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [("cpu", "tpu"), thorough("tpu", "cpu"), thorough("cpu", "gpu")],
-)
-def test_a_checkpoint_goes_from_one_platform_to_another(case, before, after, tmp_path):
-    checkpoint = pytest.importorskip("jaxreplay.checkpoint", reason="an extra is not installed")
-    buffer, other = (dataclasses.replace(case.replay(), platform=one) for one in (before, after))
-    state = case.filled(buffer)
-    checkpoint.save(tmp_path, buffer, state)
-    restored = checkpoint.restore(tmp_path, other, case.example())
-    assert restored.layout.platform == after
-    for _ in range(2):
-        expected, got = everything(buffer)(state, 0), everything(other)(restored, 0)
-        for name in ("experience", "index", "is_valid"):
-            assert bits(getattr(got, name)) == bits(getattr(expected, name))
-        np.testing.assert_allclose(got.probability, expected.probability, rtol=1e-5)
-        # Both states continue alike.
-        given = case.step(7), *case.mask(buffer, 7)
-        state, restored = (
-            jitted(one, "add")(its, *given) for one, its in ((buffer, state), (other, restored))
-        )
 
 
 def test_memory_is_told_by_the_leaves_that_were_given():
