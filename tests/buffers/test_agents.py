@@ -9,6 +9,7 @@ import jaxreplay as jr
 from tests.support.histories import flags_of
 from tests.support.oracle import Oracle
 from tests.support.steps import nth, plain_step, stacked
+from tests.test_targets import DECAY, DISCOUNT, oracle as advantages
 
 A, E = 3, 2
 FORMS = jr.autoreset.FORMS
@@ -45,7 +46,7 @@ def test_a_rollout_learns_from_who_acted(form):
     @jax.jit
     def learn(state, steps, *given):
         state, _ = jax.lax.scan(lambda one, step: (rollout.add(one, step), None), state, steps)
-        found = rollout.advantages(state, *given, gamma=0.5)
+        found = rollout.advantages(state, *given, gamma=DISCOUNT, lambda_=DECAY)
         return rollout.clear(state), state.mask, rollout.num_steps(state), found
 
     state = rollout.init(nth(all_steps, (0, 0)))
@@ -60,23 +61,11 @@ def test_a_rollout_learns_from_who_acted(form):
         np.testing.assert_array_equal(its_mask, mask)
         assert num_steps == mask.sum()
         np.testing.assert_array_equal(got_mask, mask)
-        done = steps.terminated | steps.truncated
-        for env, agent in np.ndindex(E, A):
-            carry = 0.0
-            for t in reversed(range(12)):
-                if not mask[t, env, agent]:
-                    carry = 0.0
-                    assert got.advantage[t, env, agent] == 0
-                    continue
-                following = value[t + 1, env, agent] if t < 11 else last[env, agent]
-                if form != "next_step" and done[t, env].all():
-                    following = final[t, env, agent]
-                if steps.terminated[t, env, agent]:
-                    following = 0.0
-                delta = steps.reward[t, env, agent] + 0.5 * following
-                carry = (
-                    delta - value[t, env, agent] + 0.5 * 0.95 * carry * (not done[t, env, agent])
-                )
-                np.testing.assert_allclose(
-                    got.advantage[t, env, agent], carry, rtol=1e-4, atol=1e-5
-                )
+        following = np.concatenate([value[1:], last[None]])
+        if form != "next_step":
+            is_over = (steps.terminated | steps.truncated).all(-1, keepdims=True)
+            following = np.where(is_over, final, following)
+        flags = {"terminated": steps.terminated, "truncated": steps.truncated, "mask": mask}
+        fields = {"reward": steps.reward, "value": value, "next_value": following} | flags
+        expected, _ = advantages({name: leaf.reshape(12, -1) for name, leaf in fields.items()})
+        np.testing.assert_allclose(got.advantage.reshape(12, -1), expected, rtol=1e-4, atol=1e-5)

@@ -29,12 +29,6 @@ class Disk:
         )
         monkeypatch.setattr(os, "open", self._failing("os.open", os.open))
 
-    def count_of(self, call):
-        """Return the number of operations of a call."""
-        self.count, self.fails_at = 0, None
-        call()
-        return self.count
-
     @contextlib.contextmanager
     def failing(self, number, how):
         """Let an operation in the block fail, and all after it if `how` is `KILL`."""

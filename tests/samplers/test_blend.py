@@ -293,8 +293,9 @@ def test_a_replay_waits_for_the_parts_that_give_the_items_of_a_call():
     replay = jr.Replay(buffer, example=np.float32(0))
     replay.add(np.ones((3, 1), np.float32), priority=np.zeros((3, 1), np.float32))
     of_priority = {"uniform": 0.0, "priority": 1.0}
+    why = "3 rows, but none of a positive priority, or of the fractions asked for"
     for _ in range(2):  # before it is known that others can be drawn, and after
-        with pytest.raises(TimeoutError, match="3 rows, but none of a positive priority"):
+        with pytest.raises(TimeoutError, match=f"can be sampled yet, {why}: add steps first"):
             replay.sample(fractions=of_priority)
         assert replay.sample().is_valid.tolist() == [True, True, False, False]
     assert replay.sample(fractions={"uniform": 1.0, "priority": 0.0}).is_valid.all()
@@ -423,10 +424,13 @@ def test_an_online_queue_takes_adopted_rows_as_sampled():
     old = jr.items(capacity=8, batch_size=2)
     rows = np.arange(4, dtype=np.float32)[:, None]
     state = begin(old, rows)
-    buffer = jr.items(capacity=8, batch_size=4, sampler=jr.OnlineQueue())
-    state = extend(buffer, adopt(buffer, state), rows[:1] + 9)
+    sampler = jr.OnlineQueue(sampler=jr.Prioritized(alpha=1.0))
+    buffer = jr.items(capacity=8, batch_size=4, sampler=sampler)
+    state = extend(buffer, adopt(buffer, state), rows[:1] + 9, priority=rows[:1] + 3)
     state, batch = pop(buffer, state, jax.random.key(0))
-    assert batch.experience[0] == 9
+    items = np.asarray(batch.experience)
+    assert items[0] == 9
+    np.testing.assert_allclose(batch.probability, np.where(items == 9, 3, 1) / 7, rtol=1e-5)
     larger = jr.items(capacity=16, batch_size=4, sampler=jr.OnlineQueue())
     state = adopt(larger, extend(buffer, state, rows[:2] + 10))
     assert pop(larger, state, jax.random.key(0))[1].experience[:2].tolist() == [10, 11]

@@ -258,18 +258,6 @@ def test_blocks_of_changing_lengths_share_programs():
             by_block.add(np.zeros((13, 1), int), mask=np.ones((12, 1), bool))
 
 
-def test_what_cannot_be_drawn_any_more_is_not_drawn():
-    replay = make(**PRIORITIZED, steps=4)
-    index = replay.get(np.arange(60)).index
-    replay.update_priorities(index, np.zeros(60))
-    assert not replay.can_sample()
-    why = "9 rows, but none of a positive priority, or of the fractions asked for"
-    with refused(f"sample: no batch can be sampled yet, {why}: add steps first", TimeoutError):
-        replay.sample()
-    replay.update_priorities(index, np.ones(60))
-    assert replay.can_sample()
-
-
 def test_a_first_step_that_is_refused_is_no_example():
     bad = ({"reward": np.zeros(2)}, {"action": "text"}, {"terminated": np.zeros(NUM_ENVS)})
     for wrong in (*(step(0) | fields for fields in bad), step(0, ())):
