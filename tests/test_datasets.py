@@ -125,22 +125,6 @@ def test_any_tree_of_observations():
         rows_of("from_episodes", wrong)
 
 
-def test_ends_in_the_middle_and_none_at_the_end():
-    """A done within an episode begins another one; an episode that stops without one is
-    truncated."""
-    first, second = episode(1, 9, None), episode(2, 5, None)
-    first.terminations[3] = first.truncations[6] = True
-    replay = buffer("next_step", 18)
-    state = datasets.from_episodes([first, second], replay)
-    assert [
-        (*one.observations["goal"][[0, -1], 0].tolist(), bool(one.terminations[-1]))
-        for one in datasets.to_episodes(replay, state)
-    ] == [
-        *((10_000, 10_004, True), (10_004, 10_007, False)),
-        *((10_007, 10_009, False), (20_000, 20_005, False)),
-    ]
-
-
 def numbers_of(replay, obs, terminated=(), truncated=(), **options):
     """Return the observations of each episode, and how it ends, that a state becomes after steps
     [T, E] of numbers, with ends at some times."""

@@ -186,24 +186,12 @@ def test_weights_of_extreme_priorities_are_finite():
         assert np.isfinite(rows.weight).all()
 
 
-def test_metrics_by_hand():
+def test_the_mean_priority_by_hand():
+    """The other figures are compared in `storage/test_oracle_streams.py`."""
     priority = np.array([2, 0, 2, np.sqrt(8)])
     buffer, state = make_buffer(priority, **WEIGHED)
-    state = changed(buffer, state, [0] * 4, [np.nan, 2.0, 2.0, 2.0])
-    state = update(buffer, state, index_at([-1] * 4, 0), np.ones(4, np.float32))
-    mass = priority[priority > 0] ** 2
-    expected = {
-        "size": NUM_ENVS,
-        "fill": 0.5,
-        "max_priority": priority.max(),
-        "mean_priority": (mass.sum() / NUM_ENVS) ** 0.5,
-        "num_bad_priorities": 1,
-        "num_stale_updates": 4,
-    }
-    found = jax.device_get(metrics(buffer, state))
-    assert set(found) == set(expected)
-    for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=0.02, err_msg=name)
+    mean = float(metrics(buffer, state)["mean_priority"])
+    assert mean == pytest.approx((np.sum(priority**2) / NUM_ENVS) ** 0.5, rel=0.02)
     empty = metrics(buffer, clear(buffer, state))
     assert float(empty["mean_priority"]) == 0
     assert "mean_priority" not in jax.eval_shape(metrics, *make_buffer([], alpha=0.0))
