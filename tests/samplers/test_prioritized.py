@@ -12,7 +12,6 @@ from tests.conftest import thorough
 from tests.samplers.test_laws import check as check_law
 from tests.support.buffers import bits
 from tests.support.sampling import (
-    can_sample,
     clear,
     get,
     metrics,
@@ -86,18 +85,6 @@ def test_a_stratified_batch_has_one_draw_in_each_part_of_the_mass_and_is_right_o
     assert (ends[stream] > parts - 1e-6).all()
     # strata only lower the variance of the counts
     check_law(np.bincount(stream.ravel(), minlength=NUM_ENVS), law)
-
-
-def test_all_zero_cannot_be_sampled():
-    buffer, state = make_buffer([0.0, 2.0])
-    for priority in (0.0, 0.5):
-        state = changed(buffer, state, [1] * 4, [priority] * 4)
-        batch = jax.device_get(sample(buffer, state, jax.random.key(0), 8))
-        assert bool(can_sample(buffer, state)) == (priority > 0)
-        assert (batch.is_valid == (priority > 0)).all()
-        assert (batch.probability == (priority > 0)).all()
-        assert np.isfinite(batch.experience.reward).all()
-    assert batch.index.row.tolist() == [LENGTH] * 8
 
 
 @pytest.mark.parametrize(
