@@ -415,6 +415,8 @@ USING = {
     "jr.inspect(buffer)": "inspect: the state must be a ReplayState,\ngot a NoneType",
     "jr.inspect(items, jr.items(capacity=4, batch_size=2).init(0.0))": INSPECTED,
     "jr.inspect(items, state)": INSPECTED,
+    "items.can_sample(state)": "can_sample: this state is not of this buffer",
+    "buffer.can_sample(items.init(0.0))": "can_sample: this state is not of this buffer",
     "items.size(jax.tree.map(lambda leaf: leaf[None].repeat(2, 0), items.init(0.0)))": """
         its stored steps have 2 rows, but the buffer has capacity=8; it is 2 states, as `vmap`
         take one, jax.tree.map(lambda leaf: leaf[0], state), or map""",

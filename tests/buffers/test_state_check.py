@@ -9,10 +9,7 @@ import pytest
 
 import jaxreplay as jr
 from tests.buffers import test_verbs as verbs
-from tests.conftest import ALL
-from tests.support.buffers import CATALOG, KINDS, each
 from tests.support.refusals import refused
-from tests.support.steps import stacked
 
 SHARED = {"capacity": 64, "num_envs": 2, "batch_size": 8, "autoreset": "next_step"}
 ZERO = np.zeros(2, np.float32)
@@ -96,20 +93,6 @@ def test_what_does_not_change_a_states_meaning_may_differ():
     ):
         batch = jax.eval_shape(other.sample, spec_of(uniform()), KEY)
         assert batch.is_valid.shape == (other.batch_size,)
-
-
-@each(CATALOG if ALL else KINDS)
-@pytest.mark.no_xla
-def test_states_of_every_buffer_are_their_own(case):
-    """A buffer accepts its state alone and in a vmap; buffers of items and of steps refuse each
-    other's."""
-    buffer, state = case.shapes()
-    add = lambda state: buffer.size(buffer.add(state, case.step()))
-    assert jax.eval_shape(add, state).shape == ()
-    assert jax.eval_shape(jax.vmap(add), stacked([on_host(state)] * 2)).shape == (2,)
-    for other in KINDS:
-        if other.is_items != case.is_items:
-            check_refused(other.replay(), state, "this state is not of this buffer", "can_sample")
 
 
 def test_a_state_that_was_handed_over_says_so():
