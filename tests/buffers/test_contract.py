@@ -4,6 +4,7 @@ import dataclasses
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -179,12 +180,18 @@ def test_min_size_is_waited_for(case):
 
     def add(state, block):
         state = buffer.add(state, *block)
-        valid = draw(buffer, state, jax.random.key(0)).is_valid
-        return state, (buffer.size(state), buffer.can_sample(state), valid)
+        key, after = jax.random.key(0), state
+        if buffer.sampler.consumes:
+            after, _ = buffer.pop(state, key)
+        both = map(jax.tree.leaves, (after.sampler, state.sampler))
+        stays = jnp.array([(a == b).all() for a, b in zip(*both, strict=True)]).all()
+        valid = draw(buffer, state, key).is_valid
+        return state, (buffer.size(state), stays, buffer.can_sample(state), valid)
 
     block = programs.given(case, buffer)
     found = jax.jit(lambda state: jax.lax.scan(add, state, block)[1])(case.empty(buffer))
-    size, can_sample, valid = map(np.asarray, found)
+    size, stays, can_sample, valid = map(np.asarray, found)
+    assert stays[size < 12].all()  # nothing is consumed
     np.testing.assert_array_equal(can_sample, size >= 12)
     np.testing.assert_array_equal(valid.any(axis=1), size >= 12)
     assert (size >= 12).any()

@@ -12,15 +12,6 @@ from jaxreplay.samplers.queue import Queue, _turns
 from tests.support.sampling import fed, make_buffer, pop, rewards, size
 
 
-def test_min_size_holds_rows_back_for_a_full_batch():
-    buffer, state = make_buffer(Queue(), min_size=4)
-    state = fed(buffer, state, range(4))
-    state, batch = pop(buffer, state, jax.random.key(0), 4)
-    assert (rewards(batch), int(size(buffer, state))) == ([], 3)
-    state, batch = pop(buffer, fed(buffer, state, [4]), jax.random.key(0), 4)
-    assert (rewards(batch), int(size(buffer, state))) == ([0, 10, 20, 30], 0)
-
-
 def test_turns_are_those_of_a_plain_deal():
     lefts = np.array(list(itertools.product((0, 1, 3, 8), repeat=3)), np.int32)
     turns = jax.jit(jax.vmap(lambda left, wanted: _turns(left, wanted, 8), (0, None)))
