@@ -28,9 +28,7 @@ def test_uses_go_with_the_rows_to_another_buffer():
         state, batch = pop(buffer, state, jax.random.key(0), 4)
     larger, _ = make_buffer(Queue(max_uses=3), num_envs=2, length=16)
     other = jax.jit(larger.adopt)(state)
-    wide, _ = make_buffer(Queue(max_uses=3), num_envs=4)
-    dealt, of_wide = jax.jit(wide.adopt)(state), []
-    once, _ = make_buffer(Queue(), num_envs=2)
+    once, its = make_buffer(Queue(), num_envs=2)
     of_once = jax.jit(once.adopt)(state)
     assert int(size(once, of_once)) == 0  # each was used already
     taken = []
@@ -39,11 +37,12 @@ def test_uses_go_with_the_rows_to_another_buffer():
         other, same = pop(larger, other, jax.random.key(0), 4)
         assert rewards(same) == rewards(batch)
         taken += rewards(batch)
-        dealt, batch = pop(wide, dealt, jax.random.key(0), 4)
-        of_wide += rewards(batch)
-    assert sorted(of_wide) == sorted(taken)
     counts = collections.Counter(taken)
     assert sorted(counts.values()) == [1, 1, 1, 1, 2, 2, 2, 2]
+    wide, _ = make_buffer(Queue(), num_envs=4)
+    its, batch = pop(once, fed(once, its, range(5)), jax.random.key(0), 4)
+    _, rest = pop(wide, jax.jit(wide.adopt)(its), jax.random.key(0), 4)
+    assert sorted(rewards(batch) + rewards(rest)) == [0, 1, 10, 11, 20, 21, 30, 31]
 
 
 def test_rows_that_a_merge_overwrites_before_they_were_consumed_are_lost():
