@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import tracemalloc
+from typing import ClassVar
 
 import cpprb
 import numpy as np
@@ -38,6 +39,12 @@ class Plain(Replay):
 
     name = f"cpprb {VERSION}"
     next_of = None
+    arguable: ClassVar = {
+        "a_resume_is_identical": "its docs: 'save and load transitions (not entire buffer)', so "
+        "that new steps no longer overwrite the oldest ones first",
+        "late_updates_change_no_other_step": "its docs: 'traces updated indices after the last "
+        "calling of sample()', so that any later sample ends the protection",
+    }
 
     def __init__(self, options):
         super().__init__(options)

@@ -1,6 +1,7 @@
 """LeRobot's `ReplayBuffer` of HIL-SERL, as its actor and learner (`lerobot.rl`) use it."""
 
 import importlib.metadata
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -107,6 +108,14 @@ class Optimized(Plain):
 
     name = f"lerobot {VERSION}, optimize_memory"
     optimize_memory = True
+    arguable: ClassVar = dict.fromkeys(
+        (
+            "true_final_observation_with_same_step",
+            "true_final_observation_with_next_step",
+        ),
+        "its docstring has it for data 'where next_state[i] = state[i+1]', which no end is; its "
+        "learner sets it for all",
+    )
 
     def __init__(self, options):
         if options.num_envs > 1:

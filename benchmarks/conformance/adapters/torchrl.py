@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from replay import Batch, NotOffered, Replay
 from tensordict import TensorDict
+from torchrl.checkpoint import Checkpoint
 from torchrl.data import (
     HERReplayBuffer,
     LazyTensorStorage,
@@ -68,10 +69,11 @@ class Docs(Replay):
 
     def __init__(self, options):
         super().__init__(options)
-        # Windows and slices need an axis of time, in which each env has each step. Of one-step
-        # items there is none, and the steps that were taken are added.
+        # Windows and slices need an axis of time, in which each of several envs has each step. Of
+        # one-step items there is none, and the steps that were taken are added.
         self.has_time = options.n_step > 1 or options.kind == "sequences"
-        if options.autoreset == "lost" or (self.has_time and options.autoreset == "next_step"):
+        skips = options.autoreset == "next_step" and options.num_envs > 1
+        if options.autoreset == "lost" or (self.has_time and skips):
             raise NotOffered
         self.rb = self.buffer()
 
@@ -91,6 +93,8 @@ class Docs(Replay):
 
     def buffer(self):
         o, shared = self.options, self.shared()
+        if o.kind == "prioritized" and self.has_time:
+            return ReplayBuffer(sampler=PrioritizedSampler(o.capacity, o.alpha, o.beta), **shared)
         if o.kind == "prioritized":
             return TensorDictPrioritizedReplayBuffer(alpha=o.alpha, beta=o.beta, **shared)
         if o.kind == "sequences":
@@ -104,7 +108,8 @@ class Docs(Replay):
             return HERReplayBuffer(
                 reward, her_ratio=1.0, achieved_goal_key=("next", "achieved_goal"), **shared
             )
-        # TensorDictReplayBuffer refuses one step of several envs along two axes
+        # TensorDictReplayBuffer (and its prioritized one) fails to add one step of several envs
+        # along two axes: it tells the axes of their indices by their number.
         return (ReplayBuffer if self.has_time else TensorDictReplayBuffer)(**shared)
 
     def add(self, turn):
@@ -126,21 +131,19 @@ class Docs(Replay):
         if o.kind == "sequences":
             td["recurrent_state"] = column(turn.state)
         td = TensorDict({**td, "next": TensorDict(after, [e])}, [e])
-        if self.has_time:
-            if turn.mask is not None:
-                raise NotOffered
-            td = td.unsqueeze(-1)
-        else:
-            took = ~turn.is_reset if turn.mask is None else turn.mask & ~turn.is_reset
+        took = ~turn.is_reset if turn.mask is None else turn.mask & ~turn.is_reset
+        if self.has_time and e > 1 and turn.mask is not None:
+            raise NotOffered
+        if not self.has_time or e == 1:
             td = td[torch.from_numpy(took)]
-        if td.numel():
-            self.rb.extend(td)
+        if len(td):
+            self.rb.extend(td.unsqueeze(-1) if self.has_time else td)
 
     def sample(self, beta=None):
         o = self.options
         if beta is not None:
             self.rb.sampler.beta = beta  # as its ParameterScheduler does
-        td = self.rb.sample()
+        td, info = self.rb.sample(return_info=True)
         if o.kind == "sequences":
             td = td.reshape(-1, o.burn_in + o.length)
             return Batch(
@@ -157,16 +160,16 @@ class Docs(Replay):
             td["next", "reward"][:, 0].numpy(),
             (o.gamma**steps * (~td["next", "terminated"][:, 0]).float()).numpy(),
             to_numpy(td["next", "observation"]),
-            index=self.index_of(td),
         )
         if o.kind == "prioritized":
-            batch.weight = td["priority_weight"].numpy()
+            batch.index, batch.weight = self.index_of(info), info["priority_weight"].numpy()
         if o.kind == "goals":
             batch.goal = td["desired_goal"].numpy()
         return batch
 
-    def index_of(self, td):
-        return td.get("index")
+    def index_of(self, info):
+        index = info["index"]
+        return torch.stack(index, -1) if isinstance(index, tuple) else index
 
     def update_priorities(self, index, priority):
         self.rb.update_priority(index, torch.as_tensor(np.asarray(priority, np.float32)))
@@ -180,6 +183,11 @@ class Docs(Replay):
 
     def load(self, path):
         self.rb.loads(path)
+        self.check_loaded()
+
+    def check_loaded(self):
+        if self.options.n_step > 1 and self.rb.storage[:].get("steps_to_next_obs", None) is None:
+            raise NotOffered("MultiStepTransform makes targets when steps are added")
 
     def seed(self, seed):
         self.rb.set_rng(torch.Generator().manual_seed(seed))
@@ -187,7 +195,8 @@ class Docs(Replay):
 
 class WithOptions(Docs):
     """The same with options that are off by default: the largest priority is that of the steps
-    which are stored, slots have generations, and `terminated` is that of a window's last step.
+    which are stored, slots have generations, `terminated` is that of a window's last step, and
+    saves are those of `torchrl.checkpoint`, which are "atomic".
     """
 
     name = f"torchrl {VERSION}, with options"
@@ -200,19 +209,16 @@ class WithOptions(Docs):
         o = self.options
         if o.kind != "prioritized":
             return super().buffer()
-        return TensorDictReplayBuffer(
+        return (ReplayBuffer if self.has_time else TensorDictReplayBuffer)(
             sampler=PrioritizedSampler(
                 o.capacity, o.alpha, o.beta, max_priority_within_buffer=True
             ),
             writer=TensorDictRoundRobinWriter(track_generations=True),
-            priority_key="td_error",
             **self.shared(),
         )
 
-    def index_of(self, td):
-        if self.options.kind != "prioritized":
-            return None
-        return td["index"], td["index_generation"]
+    def index_of(self, info):
+        return super().index_of(info), info["index_generation"]
 
     def update_priorities(self, index, priority):
         index, generation = index
@@ -222,3 +228,10 @@ class WithOptions(Docs):
 
     def reset_max_priority(self):
         pass  # it falls by itself
+
+    def save(self, path):
+        Checkpoint(buffer=self.rb).save(path)
+
+    def load(self, path):
+        Checkpoint(buffer=self.rb).load(path)
+        self.check_loaded()
