@@ -5,6 +5,7 @@ It is made for one env. Of several, each has its own, and gives its part of the 
 
 import importlib.metadata
 import os
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -22,22 +23,34 @@ VERSION = importlib.metadata.version("dopamine-rl")
 class _Replays(Replay):
     """A `ReplayBuffer` for each env, with the accumulator of its agents and no stacked frames."""
 
+    arguable: ClassVar = {
+        "observations_are_stored_once": "the docs of its ReplayBuffer say that it stores whole "
+        "states, compressed, since to put them together at a sample takes time"
+    }
+
     def __init__(self, options):
         super().__init__(options)
         if options.kind not in ("uniform", "prioritized") or isinstance(options.obs, dict):
             raise NotOffered
         self.capacity = -(-options.capacity // options.num_envs)
-        self.replays = [self.make(options.seed + env) for env in range(options.num_envs)]
+        self.generators = [np.random.default_rng() for _ in range(options.num_envs)]
+        self.replays = [self.make(generator) for generator in self.generators]
+        self.seed(options.seed)
         self.saves = 0
 
-    def make(self, seed):
+    def seed(self, seed):
+        """Seed the generators that the samplers were made with; they draw from nothing else."""
+        for env, generator in enumerate(self.generators):
+            generator.bit_generator.state = np.random.default_rng(seed + env).bit_generator.state
+
+    def make(self, generator):
         options = self.options
         if options.kind == "prioritized":
             sampler = samplers.PrioritizedSamplingDistribution(
-                seed, priority_exponent=options.alpha, max_capacity=self.capacity
+                generator, priority_exponent=options.alpha, max_capacity=self.capacity
             )
         else:
-            sampler = samplers.UniformSamplingDistribution(seed)
+            sampler = samplers.UniformSamplingDistribution(generator)
         return replay_buffer.ReplayBuffer(
             accumulator.TransitionAccumulator(
                 stack_size=1, update_horizon=options.n_step, gamma=options.gamma
@@ -104,7 +117,11 @@ class _Replays(Replay):
 
 
 class AsItsAgents(_Replays):
-    """As `JaxDQNAgent.step` and `end_episode` add: each step with its reward and its end."""
+    """As `JaxDQNAgent.step` and `end_episode` add: each step with its reward and its end.
+
+    The accumulator takes an end to be reached one step earlier, and the last step is never stored
+    (google/dopamine#228 has it for stacked frames).
+    """
 
     name = f"dopamine-rl {VERSION}, as its agents add"
 

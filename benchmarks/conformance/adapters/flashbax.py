@@ -10,6 +10,7 @@ import importlib.metadata
 import io
 import os
 import shutil
+from typing import ClassVar
 
 import flashbax as fbx
 import jax
@@ -21,12 +22,21 @@ from streams import Stream
 REQUIREMENTS = "flashbax==0.1.3 jax==0.10.2 numpy==2.4.6"
 PYTHON = "3.11"
 VERSION = importlib.metadata.version(fbx.__name__.partition(".")[0])
+SLOTS = {
+    "late_updates_change_no_other_step": "its `set_priorities` takes locations in the buffer, "
+    "by its docstring, and not rows"
+}
+DUPLICATES = {
+    "observations_are_stored_once": "its README says that transitions with a next observation "
+    "have duplicate observations, for ease and speed"
+}
 
 
 class _Buffer(Replay):
     """What the buffers have in common."""
 
     kinds = ("uniform", "prioritized")
+    arguable: ClassVar = SLOTS
 
     def __init__(self, options):
         super().__init__(options)
@@ -210,6 +220,7 @@ class Items(_Buffer):
     """
 
     name = f"flashbax {VERSION}, item buffer"
+    arguable: ClassVar = SLOTS | DUPLICATES
     time_axis = 0
     of_vault = staticmethod(lambda experience: jax.tree.map(lambda leaf: leaf[0], experience))
 
@@ -260,6 +271,7 @@ class Trajectories(_Buffer):
     """
 
     name = f"flashbax {VERSION}, trajectory buffer"
+    arguable: ClassVar = SLOTS | DUPLICATES
     kinds = ("uniform", "prioritized", "sequences")
 
     def make(self):

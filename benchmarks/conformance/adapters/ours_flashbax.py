@@ -3,6 +3,7 @@
 import importlib.util
 import pathlib
 import sys
+from typing import ClassVar
 
 import jaxreplay as jr
 import jaxreplay.compat.flashbax as fbx
@@ -17,6 +18,7 @@ spec = importlib.util.spec_from_file_location(
 theirs = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(theirs)
 
+SLOTS = {"late_updates_change_no_other_step": "as flashbax's, an index is a slot"}
 NAME = f"jaxreplay {jr.__version__}, compat.flashbax"
 
 
@@ -24,15 +26,18 @@ class Flat(theirs.Flat):
     """`fbx.make_flat_buffer`."""
 
     name = f"{NAME}, flat buffer"
+    arguable: ClassVar = SLOTS
 
 
 class Items(theirs.Items):
     """`fbx.make_item_buffer`."""
 
     name = f"{NAME}, item buffer"
+    arguable: ClassVar = SLOTS | theirs.DUPLICATES
 
 
 class Trajectories(theirs.Trajectories):
     """`fbx.make_trajectory_buffer`."""
 
     name = f"{NAME}, trajectory buffer"
+    arguable: ClassVar = SLOTS | theirs.DUPLICATES
