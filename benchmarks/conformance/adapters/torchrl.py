@@ -191,6 +191,7 @@ class Docs(Replay):
 
     def seed(self, seed):
         self.rb.set_rng(torch.Generator().manual_seed(seed))
+        torch.manual_seed(seed)  # the generator "has no effect on the transforms": HER
 
 
 class WithOptions(Docs):
