@@ -385,11 +385,11 @@ def late_updates_change_no_other_step(make):
 
 
 def sums_do_not_drift(make):
-    """After a million updates of priorities, only stored steps are sampled, and by their
-    priorities, over three seeds. (instadeepai/flashbax#52)"""
+    """In a million updates of priorities, over three seeds, only stored steps are sampled, and at
+    the end by their priorities. (instadeepai/flashbax#52)"""
     updates = int(os.environ.get("CONFORMANCE_UPDATES", 1_000_000))
     for seed in range(3):
-        _does_not_drift(make, seed, updates // 256)
+        _does_not_drift(make, seed, updates // 256 // 3)
 
 
 def _does_not_drift(make, seed, batches):
