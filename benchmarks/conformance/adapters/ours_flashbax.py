@@ -8,9 +8,6 @@ from typing import ClassVar
 import jaxreplay as jr
 import jaxreplay.compat.flashbax as fbx
 
-REQUIREMENTS = "-e ."
-PYTHON = "3.11"
-
 sys.modules["flashbax"] = fbx  # the one line that changes
 spec = importlib.util.spec_from_file_location(
     "adapters_of_flashbax", pathlib.Path(__file__).with_name("flashbax.py")
