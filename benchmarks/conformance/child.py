@@ -22,7 +22,7 @@ def say(word):
 
 def main():
     if action == "memory":
-        options = Options(40_000, obs=np.zeros(10_000, np.uint8))
+        options = Options(40_000, obs=np.zeros(2_500, np.float32))
         make(options)  # what a first one loads
         say("made")
         sys.stdin.readline()

@@ -171,9 +171,8 @@ class Stream:
 
 
 class Noise(Stream):
-    """Envs with random bytes, which nothing compresses."""
+    """Envs with random numbers, which nothing compresses much."""
 
     def obs(self, number):
-        shape = self.options.obs.shape
-        noise = (np.random.default_rng(n).integers(0, 256, shape, np.uint8) for n in number)
-        return np.stack([*noise])
+        one = self.options.obs
+        return np.stack([np.random.default_rng(n).random(one.shape, one.dtype) for n in number])

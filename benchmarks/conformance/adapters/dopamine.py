@@ -5,6 +5,7 @@ It is made for one env. Of several, each has its own, and gives its part of the 
 
 import importlib.metadata
 import os
+import pathlib
 from typing import ClassVar
 
 import jax
@@ -103,11 +104,12 @@ class _Replays(Replay):
     def save(self, path):
         for env, replay in enumerate(self.replays):
             replay.save(os.path.join(path, str(env)), self.saves)
+        pathlib.Path(path, "n_step").write_text(str(self.options.n_step))
         self.saves += 1
 
     def load(self, path):
         """Load the newest iteration that all envs have."""
-        if self.options.n_step > 1:  # which the property asks of a save of 1-step targets
+        if pathlib.Path(path, "n_step").read_text() != str(self.options.n_step):
             raise NotOffered("what is stored are targets, of one n")
         folders = [os.path.join(path, str(env)) for env in range(len(self.replays))]
         newest = [max(int(name) for name in os.listdir(f) if name.isdigit()) for f in folders]
