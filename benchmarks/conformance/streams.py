@@ -134,8 +134,8 @@ class Stream:
         """Compare each item of a batch with its step. Return the numbers of the items.
 
         Args:
-          at_ends: Of a window that has an end, compare "all", "none", or but for the next
-            observation, "discount".
+          at_ends: Of a window that has an end, compare "all", or all but the next observation,
+            "discount". "none": compare neither these nor those right before an end.
           at_newest: Compare windows that reach their env's newest step too.
         """
         places = self.all_steps() if places is None else places
@@ -149,9 +149,9 @@ class Stream:
                 f"action {got[0]:.0f}, {action_of(number)} was taken: {what}"
             )
             env, n = places[number]
-            window = self.steps[env][n : n + self.options.n_step]
-            has_end = any(step.ends for step in window)
-            reaches_newest = n + self.options.n_step >= len(self.steps[env])
+            until = n + self.options.n_step
+            has_end = any(step.ends for step in self.steps[env][n : until + (at_ends == "none")])
+            reaches_newest = until >= len(self.steps[env])
             if (at_ends == "none" and has_end) or (reaches_newest and not at_newest):
                 continue
             is_free = at_ends == "discount" and has_end
