@@ -27,8 +27,8 @@ SLOTS = {
     "by its docstring, and not rows"
 }
 DUPLICATES = {
-    "observations_are_stored_once": "its README says that transitions with a next observation "
-    "have duplicate observations, for ease and speed"
+    "observations_are_stored_once": "flashbax's README says that transitions with a next "
+    "observation have duplicate observations, for ease and speed"
 }
 
 
