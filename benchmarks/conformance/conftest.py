@@ -41,6 +41,11 @@ def pytest_runtest_makereport(item, call):
         FOUND.setdefault(make.name, {})[has.__name__] = [kind, said]
 
 
+def pytest_runtest_teardown():
+    if "jax" in sys.modules:  # a process can't map the programs of all properties into its memory
+        sys.modules["jax"].clear_caches()
+
+
 def pytest_sessionfinish(session):
     path = session.config.getoption("--report")
     if path:

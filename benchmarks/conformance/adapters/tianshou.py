@@ -185,3 +185,6 @@ class IgnoreNext(Tianshou):
 
     name = f"tianshou {version('tianshou')}, ignore_obs_next"
     kwargs = (("ignore_obs_next", True),)
+    arguable: ClassVar[dict[str, str]] = Tianshou.arguable | {
+        "late_updates_leave_windows_whole": "it is the newest step's fault, without late updates too"
+    }
