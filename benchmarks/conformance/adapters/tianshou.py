@@ -186,5 +186,5 @@ class IgnoreNext(Tianshou):
     name = f"tianshou {version('tianshou')}, ignore_obs_next"
     kwargs = (("ignore_obs_next", True),)
     arguable: ClassVar[dict[str, str]] = Tianshou.arguable | {
-        "late_updates_leave_windows_whole": "it is the newest step's fault, without late updates too"
+        "late_updates_leave_windows_whole": "the newest step's pair is wrong without them, too"
     }
