@@ -8,11 +8,12 @@ from tests.support.conformance import FOLDER, PROPERTIES, NotOffered, adapters_o
 FORMS = adapters_of(FOLDER / "adapters" / "ours.py")
 FORMS |= adapters_of(FOLDER / "adapters" / "ours_sb3.py")
 FORMS |= adapters_of(FOLDER / "adapters" / "one_file.py")
-# Of the others, laws and oracles of the pure functions hold as much in each run.
+# In each run other tests hold what the others do, of the pure functions.
 QUICK = {
-    "bad_priorities_do_no_lasting_harm",
-    "late_updates_change_no_other_step",
-    "late_updates_leave_windows_whole",
+    ("Jitted", "bad_priorities_do_no_lasting_harm"),
+    ("Jitted", "late_updates_change_no_other_step"),
+    ("Jitted", "late_updates_leave_windows_whole"),
+    ("DropIns", "importance_weights"),
 }
 THREADS = "adds_and_samples_of_two_threads"
 OF_REPLAY = {"jit_scan_and_vmap_agree", "the_largest_priority_can_fall"}
@@ -41,7 +42,7 @@ NOT_OFFERED = {
 @pytest.mark.parametrize(
     ("form", "name"),
     [
-        (form, name) if form == "Jitted" and name in QUICK else thorough(form, name)
+        (form, name) if (form, name) in QUICK else thorough(form, name)
         for form in FORMS
         for name in PROPERTIES
     ],

@@ -55,8 +55,9 @@ def python_of(path):
         version = ["--python", given["PYTHON"]]
         uv = pathlib.Path(sys.executable).with_name("uv")
         subprocess.run([uv, "venv", "-q", "--clear", *version, environment], check=True)
-        packages = [*given["REQUIREMENTS"].split(), "pytest>=9", "ml_dtypes"]
-        subprocess.run([uv, "pip", "install", "-q", "--python", python, *packages], check=True)
+        for line in ("pytest>=9 ml_dtypes", *given["REQUIREMENTS"].splitlines()):
+            command = [uv, "pip", "install", "-q", "--python", python, *line.split()]
+            subprocess.run(command, check=True)
         done.write_text(given["REQUIREMENTS"])
     return python
 

@@ -194,7 +194,7 @@ def _again(group: Group, stamps: np.ndarray | None, save: Save, saves: dict[Save
     is_known = before.length == save.length or not np.any(stamps)
     if now.stamp == group.stamp and is_known:
         return group
-    since = np.clip(save.since, before.since, before.end)  # of a stream it may have no row left
+    since = np.clip(save.since, before.since, before.end)  # a stream may have no row of it left
     changed = {"folder": save.folder, "since": since, "is_compressed": save.is_compressed}
     again = saves.setdefault(before, msgspec.structs.replace(before, **changed))
     return now._replace(save=again, sums=None)

@@ -40,6 +40,13 @@ def filled():
     return ours, steps
 
 
+def test_all_priorities_may_be_zero_and_then_nothing_is_drawn():
+    ours, _ = filled()
+    ours.update_priorities(ours.sample(8000).indices, np.zeros(8000))
+    with refused("every priority is 0, so nothing can be sampled; use a positive epsilon"):
+        ours.sample(8000)
+
+
 def test_a_late_update_changes_nothing():
     ours, steps = filled()
     old = ours.sample(8000)

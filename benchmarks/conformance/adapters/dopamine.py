@@ -14,8 +14,8 @@ from dopamine.jax.replay_memory import accumulator, elements, replay_buffer, sam
 from replay import Batch, NotOffered, Replay
 
 REQUIREMENTS = (
-    "--no-deps dopamine-rl==4.1.2 jax==0.10.2 flax==0.12.8 numpy==2.4.6 orbax-checkpoint==0.12.8 "
-    "gin-config==0.5.0 absl-py msgpack python-snappy==0.7.3"
+    "jax==0.10.2 flax==0.12.8 numpy==2.4.6 orbax-checkpoint==0.12.8 gin-config==0.5.0 absl-py "
+    "msgpack python-snappy==0.7.3\n--no-deps dopamine-rl==4.1.2"
 )
 PYTHON = "3.11"
 VERSION = importlib.metadata.version("dopamine-rl")

@@ -12,9 +12,9 @@ from replay import Batch, NotOffered, Replay
 # CUDA, and 0.15.2 is the last one of which `transforms` works without. lerobot 0.6.1 (Python
 # 3.12) has the same buffer but for a lock around add and sample.
 REQUIREMENTS = (
-    "lerobot==0.4.4 torch==2.13.0 torchvision==0.15.2 datasets<5 av<16 huggingface-hub<0.36 "
-    "draccus==0.10.0 einops gymnasium deepdiff<9 jsonlines packaging<26 termcolor accelerate "
-    "psutil safetensors pillow numpy==2.2.6"
+    "torch==2.13.0 datasets<5 av<16 huggingface-hub<0.36 draccus==0.10.0 einops gymnasium "
+    "deepdiff<9 jsonlines packaging<26 termcolor accelerate psutil safetensors pillow "
+    "numpy==2.2.6\n--no-deps lerobot==0.4.4 torchvision==0.15.2"
 )
 PYTHON = "3.11"
 VERSION = importlib.metadata.version("lerobot")

@@ -1,19 +1,16 @@
 """jaxreplay's drop-in for flashbax, `jaxreplay.compat.flashbax`, by the adapters of flashbax."""
 
-import importlib.util
 import pathlib
 import sys
 from typing import ClassVar
+
+from replay import loaded
 
 import jaxreplay as jr
 import jaxreplay.compat.flashbax as fbx
 
 sys.modules["flashbax"] = fbx  # the one line that changes
-spec = importlib.util.spec_from_file_location(
-    "adapters_of_flashbax", pathlib.Path(__file__).with_name("flashbax.py")
-)
-theirs = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(theirs)
+theirs = loaded(pathlib.Path(__file__).with_name("flashbax.py"))
 
 SLOTS = {"late_updates_change_no_other_step": "as flashbax's, an index is a slot"}
 NAME = f"jaxreplay {jr.__version__}, compat.flashbax"

@@ -1,23 +1,18 @@
 """The drop-in buffers of `jaxreplay.sb3`, used as Stable-Baselines3's are."""
 
-import importlib.util
 import pathlib
-import sys
 from typing import ClassVar
 
 import numpy as np
-from replay import Batch
+from replay import Batch, loaded
 
 import jaxreplay as jr
 import jaxreplay.sb3
 
-_path = pathlib.Path(__file__).with_name("sb3.py")
-_spec = importlib.util.spec_from_file_location("adapter_of_sb3", _path)
-_theirs = sys.modules["adapter_of_sb3"] = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_theirs)
+theirs = loaded(pathlib.Path(__file__).with_name("sb3.py"))
 
 
-class DropIns(_theirs.StableBaselines3):
+class DropIns(theirs.StableBaselines3):
     """The same, with the classes of `jaxreplay.sb3`, and with priorities."""
 
     name = f"jaxreplay {jr.__version__}, sb3"
