@@ -16,17 +16,18 @@ QUICK = {
     ("DropIns", "importance_weights"),
 }
 THREADS = "adds_and_samples_of_two_threads"
-OF_REPLAY = {"jit_scan_and_vmap_agree", "the_largest_priority_can_fall"}
+OF_REPLAY = {"jit_scan_and_vmap_agree"}
 SAVES = {name for name in PROPERTIES if "_save_" in name or "_resume_" in name}
 SEQUENCES = {"sequences_stay_in_episodes", "recurrent_states_belong_to_the_first_step"}
 NOT_OFFERED = {
-    "Jitted": {THREADS, "the_largest_priority_can_fall"},
+    "Jitted": {THREADS},
     "OnDevice": OF_REPLAY,
     "OnHost": OF_REPLAY,
     "InFiles": OF_REPLAY,
     "DropIns": OF_REPLAY
     | SEQUENCES
     | {
+        "the_largest_priority_can_fall",
         "true_final_observation_with_next_step",
         "no_false_target_without_final_observation",
         "masked_turns_are_no_steps",

@@ -72,7 +72,7 @@ def main():
         command = [python, "-m", "pytest", "-q", HERE, f"--replay={files[name]}"]
         subprocess.run([*command, f"--report={report}", "--tb=no"], check=False, cwd=ROOT)
         found[name] = {"date": str(datetime.date.today()), "found": json.loads(report.read_text())}
-    FOUND.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    FOUND.write_text(json.dumps(found, indent=1) + "\n")
     PAGE.write_text(page(found))
 
 

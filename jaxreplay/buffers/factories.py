@@ -269,7 +269,7 @@ def prioritized(
       stratified: Sample once from each of B equal parts of the total, as in the paper. Batches then
         come in the order of rows in the rings. False: B independent samples. Default: True.
       new_priority: Priority of rows that are added without one, at least 0. Default: the largest so
-        far, by which one outlier rules for ever.
+        far, by which one outlier rules until `reset_max_priority`.
       num_envs: Number of parallel envs. Each has a ring of `capacity / num_envs` rows. Default: 1.
       allow_mask: Let `add` and `extend` take a mask of the envs that took a step. Default: False.
       allow_write: Let `write` change stored rows. Default: False.

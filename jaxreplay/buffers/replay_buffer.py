@@ -481,11 +481,30 @@ class ReplayBuffer(Static, Generic[T]):
           ValueError: The sampler has no priorities, or an argument has another type or shape.
         """
         state = check_state("update_priorities", self, state)
-        self._need_priorities("update_priorities")
+        step_checks.check_priorities("update_priorities", self.sampler)
         index = self._index("update_priorities", index)
         priority = step_checks.as_priority("update_priorities", priority, jnp.shape(index.row))
         flat = jax.tree.map(lambda leaf: jnp.asarray(leaf).reshape(-1), (index, priority))
         sampler = self.sampler.update(state.sampler, Sampleable.of(state), *flat)
+        return state.replace(sampler=sampler)
+
+    def reset_max_priority(self, state: ReplayState) -> ReplayState:
+        """Give new rows the largest priority of a stored row: an outlier no longer counts once it
+        is overwritten or updated. It costs O(capacity).
+
+        Args:
+          state: Donated: jit with `donate_argnums=0`, else the whole buffer is copied.
+
+        Returns:
+          The new state. Its largest priority is 1 if no row, or none of a shard, has a positive
+          one, or `alpha` is 0.
+
+        Raises:
+          ValueError: The sampler has no priorities.
+        """
+        state = check_state("reset_max_priority", self, state)
+        step_checks.check_priorities("reset_max_priority", self.sampler)
+        sampler = self.sampler.reset_max_priority(state.sampler, Sampleable.of(state))
         return state.replace(sampler=sampler)
 
     def write(self, state: ReplayState, index: Index, values: Any) -> ReplayState:
@@ -834,13 +853,6 @@ class ReplayBuffer(Static, Generic[T]):
             )
         return index
 
-    def _need_priorities(self, where: str) -> None:
-        if not self.sampler.has_priorities:
-            raise ValueError(
-                f"{where}: the sampler {type(self.sampler).__name__} has no priorities; use "
-                "jaxreplay.prioritized"
-            )
-
     def _checked(
         self, where, state, steps, mask, priority, envs=None, is_block=False
     ) -> tuple[tuple[Any, Any, Any], Any]:
@@ -859,7 +871,7 @@ class ReplayBuffer(Static, Generic[T]):
             step_checks.check_mask(where, mask, self.allow_mask or envs is not None, axes)
             mask = jnp.asarray(mask)
         if priority is not None:
-            self._need_priorities(where)
+            step_checks.check_priorities(where, self.sampler)
             priority = step_checks.as_priority(where, priority, axes)
         envs = None if envs is None else step_checks.as_envs(envs, self.num_envs)
         return (steps, mask, priority), envs

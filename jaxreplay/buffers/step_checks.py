@@ -296,6 +296,15 @@ def as_envs(envs: Any, num_envs: int) -> jax.Array:
     return jnp.where((envs >= 0) & (envs < num_envs), envs, num_envs).astype(jnp.int32)
 
 
+def check_priorities(where: str, sampler: Any) -> None:
+    """Raise a ValueError if a sampler has no priorities."""
+    if not sampler.has_priorities:
+        raise ValueError(
+            f"{where}: the sampler {type(sampler).__name__} has no priorities; use "
+            "jaxreplay.prioritized"
+        )
+
+
 def as_priority(where: str, priority: Any, shape: tuple[int, ...]) -> jax.Array:
     """Return real numbers of this shape as float32[shape], or raise a ValueError."""
     priority = jnp.asarray(priority)

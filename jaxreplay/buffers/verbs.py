@@ -43,6 +43,7 @@ VERBS = {
     "pop": Verb("state", 0, **_BATCH, copies_little=True, of_replay="replay.sample()"),
     "get": Verb(None, 0, reads=True),
     "update_priorities": Verb("sampler", 0),
+    "reset_max_priority": Verb("sampler"),
     "write": Verb("state", 0),
     "map_rows": Verb("state", static=(2, "block")),
     "size": Verb(of_replay="len(replay)"),

@@ -138,6 +138,9 @@ class Shard(ReplayBuffer[T]):
     def update_priorities(self, state: ReplayState, index: Index, priority: Any) -> ReplayState:
         return self._agreed(super().update_priorities(state, index, priority))
 
+    def reset_max_priority(self, state: ReplayState) -> ReplayState:
+        return self._agreed(super().reset_max_priority(state))
+
     def adopt(self, state: ReplayState) -> ReplayState:
         return self._agreed(super().adopt(state))
 

@@ -146,6 +146,9 @@ class Joined(Sampler):
             for name, one in self._stateful().items()
         }
 
+    def reset_max_priority(self, state: PyTree, sampleable: Sampleable) -> PyTree:
+        return self._kept(self._ask("reset_max_priority", state, sampleable))
+
     def metrics(self, state: PyTree, sampleable: Sampleable) -> dict[str, jax.Array]:
         """Return the figures of all parts; of a name that several have, the first one's."""
         found: dict[str, jax.Array] = {}

@@ -62,7 +62,7 @@ class Prioritized(Sampler):
         come in the order of the rows' positions in their rings. False: B independent samples.
         Default: True.
       new_priority: Priority of rows that are added without one, at least 0. Default: the largest so
-        far, by which one outlier rules for ever.
+        far, by which one outlier rules until `reset_max_priority`.
       fan_out: Number of children of a node in the sum tree. Default: 0, which chooses 8 on a CPU,
         32 on a GPU and 128 on a TPU.
 
@@ -297,6 +297,13 @@ class Prioritized(Sampler):
                 state.num_bad_priorities, (is_live & ~is_good).sum(dtype=jnp.uint32)
             ),
         )
+
+    def reset_max_priority(self, state: PrioritizedState, sampleable: Sampleable) -> Any:
+        """Lower the largest priority so far to that of a row that is stored, or to 1 if none has a
+        positive one, or `alpha` is 0."""
+        mass = jnp.nanmax(self.numbers(state, sampleable)["mass"], initial=0)
+        known = jnp.clip(mass ** (1 / (self.alpha or 1)), SMALLEST, state.max_priority)
+        return state.replace(max_priority=jnp.where((mass > 0) & (self.alpha > 0), known, 1))
 
     def _tree(self, layout: Layout) -> SumTree:
         return SumTree.on(layout.traits, layout.capacity, self.fan_out)

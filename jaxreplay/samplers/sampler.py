@@ -372,6 +372,19 @@ class Sampler(Static):
             "update(state, sampleable, index, priority)"
         )
 
+    def reset_max_priority(self, state: PyTree, sampleable: Sampleable) -> PyTree:
+        """Return the state with the largest stored priority as that of new rows.
+
+        Args:
+          state: The sampler's state.
+          sampleable: The sampleable rows.
+
+        Returns:
+          The new state. By default `state`.
+        """
+        del sampleable
+        return state
+
     def can_add(self, state: PyTree, sampleable: Sampleable, num_rows: int) -> jax.Array:
         """Return whether more rows can be written without overwriting rows still to be consumed.
 

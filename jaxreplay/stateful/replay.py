@@ -494,6 +494,21 @@ class Replay:
             self._changing(self._owner.change, method("update_priorities"), *given)
             self._monitor.notify_all()
 
+    def reset_max_priority(self, *, member: str | None = None) -> None:
+        """Give new rows the largest priority of a stored row, as
+        `ReplayBuffer.reset_max_priority` does.
+
+        Args:
+          member: Name of the mixture's member. Default: None, without a mixture.
+
+        Raises:
+          ValueError: The sampler has no priorities.
+        """
+        owner = self._owner_of("reset_max_priority", member)
+        with self._monitor:
+            self._check_open()
+            self._change_rows(owner, "reset_max_priority")
+
     def write(self, index: Any, values: Any, *, member: str | None = None) -> None:
         """Overwrite leaves of rows that were sampled, as `ReplayBuffer.write` does.
 

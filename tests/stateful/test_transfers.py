@@ -59,6 +59,7 @@ def calls_of(replay, path):
         "can_sample": replay.can_sample,
         "sample": samples,
         "update_priorities": lambda: replay.update_priorities(index(), np.ones(B)),
+        "reset_max_priority": replay.reset_max_priority,
         "write": lambda: replay.write(index(), {"reward": np.zeros(B)}),
         "map_rows": lambda: replay.map_rows(doubled, np.float32(2), block=32),
         "get": lambda: replay.get(index()),

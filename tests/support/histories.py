@@ -31,7 +31,7 @@ OF_SAMPLE = ("update", "write")  # of the rows of an earlier sample
 OF_ENVS = ("drop", "end")
 # how often each comes beside adds, of which the history has a share
 KINDS = {"pop": 6, "update": 4, "write": 3, "nothing": 2, "map rows": 1, "drop": 1, "end": 2}
-KINDS |= {"clear": 0.4} | dict.fromkeys(ADDS, 0)
+KINDS |= {"clear": 0.4, "reset": 1} | dict.fromkeys(ADDS, 0)
 
 
 def has_priorities(config, kind):
@@ -258,6 +258,7 @@ def _program(config):
             ),
             "extend": lambda: buffer.extend(state, given["steps"], *masks),
             "update": lambda: buffer.update_priorities(state, index, given["new"]),
+            "reset": lambda: buffer.reset_max_priority(state),
             "write": lambda: buffer.write(state, index, {"reward": config.rewards(given["new"])}),
             "map rows": lambda: buffer.map_rows(
                 state,

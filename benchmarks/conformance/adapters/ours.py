@@ -101,6 +101,9 @@ class Jitted(Replay):
         priority = np.asarray(priority, np.float32)
         self.state = self.buffer.update_priorities(self.state, index, priority)
 
+    def reset_max_priority(self):
+        self.state = self.buffer.reset_max_priority(self.state)
+
     def nbytes(self):
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self.state))
 
@@ -139,6 +142,9 @@ class OnDevice(Replay):
 
     def update_priorities(self, index, priority):
         self.replay.update_priorities(index, np.asarray(priority, np.float32))
+
+    def reset_max_priority(self):
+        self.replay.reset_max_priority()
 
     def nbytes(self):
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self.replay.state))
