@@ -6,6 +6,7 @@ as the next step's own, or as the final row of its episode (`storage/newest_row.
 
 import functools
 import math
+import operator
 import warnings
 from collections.abc import Iterable
 from typing import Any, cast
@@ -24,7 +25,7 @@ from jaxreplay.inspection.contents import resets_of
 from jaxreplay.samplers import Sampler
 from jaxreplay.samplers.uniform import Uniform
 from jaxreplay.sb3 import columns, rows
-from jaxreplay.sb3.arrays import TORCH_DTYPES, fitted
+from jaxreplay.sb3.arrays import TORCH_DTYPES, each, fitted
 from jaxreplay.sb3.batch import SB3View
 from jaxreplay.sb3.record import Record
 from jaxreplay.sb3.rows import RowsOwner, TransitionBuffer, TransitionsOnHost
@@ -334,7 +335,7 @@ class DropInBuffer(buffers.ReplayBuffer):
         """
         with self._monitor:
             counts = self._check_not_empty()
-            if (counts == counts[0]).all():
+            if self.n_envs == 1 or (counts == counts[0]).all():
                 nth = np.random.randint(0, counts[0], size=batch_size)
                 return self._read(nth, np.random.randint(0, self.n_envs, size=batch_size), env)
             ends = np.cumsum(counts)
@@ -359,24 +360,27 @@ class DropInBuffer(buffers.ReplayBuffer):
     def _read(self, nth: np.ndarray, env_indices: np.ndarray, env: VecNormalize | None) -> Any:
         """Return transitions, while signals wait: JAX compares buffers, and reports an interrupt
         meanwhile as an error of `__eq__`."""
+        if self._owner.is_in_memory:
+            found = self._record.rows_of(env_indices, nth)
+            convert = torch.from_numpy if env is None else np.asarray
+            return self._samples(rows.taken(self._owner.state, *found, convert), env)
         chosen = np.array([env_indices, nth], np.int32)
         items = self._owner.place.read(self._owner, rows.items, len(nth), chosen)
         convert = to_torch if env is None else functools.partial(jax.tree.map, np.asarray)
-        obs, ends = convert((items.obs, items.done))
-        obs, next_obs = (jax.tree.map(lambda leaf, k=k: leaf[k], obs) for k in (0, 1))
-        items = items.replace(obs=obs, next_obs=next_obs, done=ends[0], reward=ends[1])
-        return self._samples(items, env)
+        obs, action, ends = convert((items.obs, items.action, items.done))
+        obs, next_obs = (each(operator.itemgetter(k), obs) for k in (0, 1))
+        ends = {"done": ends[0], "reward": ends[1]}
+        return self._samples(items.replace(obs=obs, next_obs=next_obs, action=action, **ends), env)
 
     def _samples(self, item: Any, env: VecNormalize | None) -> Any:
         """Return an `SB3Batch` as Stable-Baselines3's samples."""
         if env is None:
-            obs, next_obs, action, done, reward = jax.tree.map(
-                lambda leaf: leaf if isinstance(leaf, torch.Tensor) else to_torch(leaf),
-                (item.obs, item.next_obs, item.action, item.done, item.reward),
-            )
-            obs, next_obs = (jax.tree.map(self._cast, x, self._obs_dtypes) for x in (obs, next_obs))
+            found = item.obs, item.next_obs, item.action, item.done, item.reward
+            found = found if isinstance(item.done, torch.Tensor) else to_torch(found)
+            obs, next_obs, action, done, reward = found
+            obs, next_obs = (each(self._cast, one, self._obs_dtypes) for one in (obs, next_obs))
         else:
-            action = to_torch(item.action)
+            action = self.to_torch(np.asarray(item.action))
             done = self.to_torch(np.asarray(item.done))
             obs, next_obs = (self._normalized(x, env) for x in (item.obs, item.next_obs))
             reward = self.to_torch(self._normalized_reward(item, env))
@@ -391,8 +395,8 @@ class DropInBuffer(buffers.ReplayBuffer):
 
     def _normalized(self, obs: Any, env: VecNormalize) -> Any:
         as_given = lambda leaf, dtype: np.asarray(leaf).astype(dtype)
-        wide = jax.tree.map(as_given, obs, self._obs_dtypes)
-        return jax.tree.map(self.to_torch, env.normalize_obs(wide))
+        wide = each(as_given, obs, self._obs_dtypes)
+        return each(self.to_torch, env.normalize_obs(wide))
 
     def _normalized_reward(self, item: Any, env: VecNormalize) -> np.ndarray:
         return self._normalize_reward(np.asarray(item.reward), env)

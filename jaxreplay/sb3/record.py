@@ -4,7 +4,7 @@ A step continues the episode if its observation equals the next observation of t
 after a reset in the middle of an episode, no transition pairs observations of two episodes.
 """
 
-import collections
+import array
 import math
 from typing import Any
 
@@ -31,6 +31,7 @@ class Record:
     Attributes:
       most_waiting: Largest number of steps that may wait.
       may_go_on: bool[E]; the newest recorded step's episode may continue with the next step.
+      num_transitions: int32[E], number of transitions in each env's ring, without new steps.
     """
 
     def __init__(self, example: Step, num_envs: int, length: int):
@@ -58,10 +59,11 @@ class Record:
         ]
         self._length = length
         self._num_rows = np.zeros(num_envs, np.int64)  # that were written, final rows included
-        # of each env, the numbers of its stored final rows but the newest, in order of time
-        self._final_rows: list[collections.deque[int]] = [
-            collections.deque() for _ in range(num_envs)
-        ]
+        # Of each env's stored final rows but the newest, in order of time, the number of
+        # transitions before each; and how many final rows were overwritten.
+        self._final_rows = [array.array("q") for _ in range(num_envs)]
+        self._num_gone = np.zeros(num_envs, np.int64)
+        self.num_transitions = np.zeros(num_envs, np.int32)
 
     def __len__(self) -> int:
         """Return the number of steps that wait."""
@@ -71,13 +73,6 @@ class Record:
     def num_steps(self) -> int:
         """Number of steps of each env so far."""
         return self._num_recorded + self._num_new
-
-    @property
-    def num_transitions(self) -> np.ndarray:
-        """Number of transitions in each env's ring, without new steps: int32[E]."""
-        num_final = np.array([len(rows) for rows in self._stored_final_rows()], np.int64)
-        num_others = np.minimum(self._num_rows, self._length) - num_final - 1
-        return np.maximum(num_others, 0).astype(np.int32)
 
     def put(self, step: list[Any]) -> None:
         """Copy a step to those that wait. An interrupt leaves an intact step or none.
@@ -90,12 +85,23 @@ class Record:
             target[nth + offset] = leaf
         self._num_new = nth + 1
 
-    def _stored_final_rows(self) -> list[collections.deque[int]]:
-        """Drop the final rows that are overwritten, and return the others of each env."""
-        for rows, num_rows in zip(self._final_rows, self._num_rows, strict=True):
-            while rows and rows[0] < num_rows - self._length:
-                rows.popleft()
-        return self._final_rows
+    def rows_of(self, envs: np.ndarray, nth: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows of transitions, and the rows after them: int64[B] both.
+
+        Args:
+          envs: int64[B], their streams.
+          nth: int64[B], their numbers in the rings; 0 is the oldest one.
+        """
+        num_gone = self._num_gone[envs]
+        # transitions, then rows, before each one, overwritten ones included
+        before = nth + np.maximum(self._num_rows - self._length, 0)[envs] - num_gone
+        number = before + num_gone
+        for env, final_rows in enumerate(self._final_rows):
+            own = ... if len(self._final_rows) == 1 else envs == env
+            number[own] += np.searchsorted(final_rows, before[own], side="right")
+        start = envs * self._length
+        row, after = (start + ring.position_of(number + k, self._length) for k in (0, 1))
+        return row, after
 
     @property
     def newest_rows(self) -> np.ndarray:
@@ -138,13 +144,14 @@ class Record:
             goes_on &= (_bytes(before[:num]) == _bytes(now)).all(axis=2)
             before[0] = before[num]
         num_rows = self._num_rows + np.cumsum(2 - goes_on, axis=0)
-        final_rows = self._stored_final_rows()
         if not goes_on.all():
             for nth, env in np.argwhere(~goes_on):
                 if num_before := int(num_rows[nth, env]) - 2:  # rows before this step
-                    final_rows[env].append(num_before - 1)
+                    rows = self._final_rows[env]
+                    rows.append(num_before - 1 - len(rows) - self._num_gone[env])
         was_first = np.concatenate([self._is_first[None], ~goes_on[:-1]])
         self._num_rows, self._num_recorded = num_rows[-1], self._num_recorded + num
+        self._count()
         self.may_go_on, self._is_first, self._num_new = ~ends[-1], ~goes_on[-1], 0
         obs, final_obs = (
             jax.tree.unflatten(self._structure, leaves) for leaves in (obs, final_obs)
@@ -152,6 +159,18 @@ class Record:
         flags = {"terminated": done & ~timeout, "truncated": None}
         step = Step(obs, action, reward, **flags, final_obs=final_obs)
         self._parts.append((step, goes_on, was_first))
+
+    def _count(self) -> None:
+        """Forget the final rows that are overwritten, and count the transitions."""
+        for env, rows in enumerate(self._final_rows):
+            num, first = 0, self._num_rows[env] - self._length - self._num_gone[env]
+            while num < len(rows) and rows[num] + num < first:
+                num += 1
+            del rows[:num]
+            self._num_gone[env] += num
+        num_final = np.array([*map(len, self._final_rows)])
+        num_others = np.minimum(self._num_rows, self._length) - num_final - 1
+        self.num_transitions = np.maximum(num_others, 0).astype(np.int32)
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:

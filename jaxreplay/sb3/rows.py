@@ -11,9 +11,11 @@ import numpy as np
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.tiered import tiered
 from jaxreplay.sb3 import columns
+from jaxreplay.sb3.arrays import each
+from jaxreplay.sb3.batch import SB3Batch, SB3View
 from jaxreplay.stateful.owner import StateOwner
 from jaxreplay.stateful.places import OnHost
-from jaxreplay.storage import newest_row
+from jaxreplay.storage import newest_row, row_flags, stored_arrays
 from jaxreplay.types import Step
 
 
@@ -71,10 +73,45 @@ class RowsOwner(StateOwner):
     def _look(self, steps: Any, mask: Any) -> None:
         """Leave the look for resets by hand to the record."""
 
+    def begin(self, state: Any, staging: Any) -> None:
+        super().begin(state, staging)
+        view, leaves = self.buffer.view, stored_arrays.stored_leaves(self._state.rows.steps)
+        is_plain = type(view) is SB3View and not view.has_steps
+        self.is_in_memory = is_plain and all(  # `taken` may read the rows
+            isinstance(leaf, jax.Array) and {one.platform for one in leaf.devices()} == {"cpu"}
+            for leaf in leaves
+        )
+
     def empty(self, example: Any) -> Any:
         """Return an empty state."""
         with self.on_device():
             return self.place.init(example)
+
+
+def taken(state: Any, row: np.ndarray, after: np.ndarray, convert: Any) -> Any:
+    """Read transitions of one step from a CPU's memory, without a program.
+
+    Args:
+      state: A state whose stored leaves are plain arrays on a CPU.
+      row: Their rows, int64[B].
+      after: The rows after them, int64[B].
+      convert: What makes an array of each array of NumPy.
+
+    Returns:
+      An `SB3Batch`.
+    """
+    steps, flags = state.rows.steps, np.asarray(state.rows.flags)
+    read = lambda leaf, rows: convert(np.asarray(leaf)[rows])
+    is_terminated = (flags[row] & row_flags.TERMINATED) != 0
+    return SB3Batch(
+        obs=each(lambda leaf: read(leaf, row), steps.obs),
+        action=read(steps.action, row),
+        reward=convert(np.asarray(steps.reward)[row][:, None]),
+        rewards=None,
+        done=convert(is_terminated.astype(np.float32)[:, None]),
+        next_obs=each(lambda leaf: read(leaf, after), steps.obs),
+        num_steps=None,
+    )
 
 
 def items(buffer: ReplayBuffer, state: Any, chosen: jax.Array) -> Any:

@@ -118,7 +118,7 @@ def test_an_interrupted_add_that_loses_the_rows_says_so(monkeypatch):
 
     buffer.sample(4)
     with monkeypatch.context() as patch:
-        patch.setattr(places, "_reading", lambda _: ([fails] * 2, [fails] * 2))
+        patch.setattr(places, "_extend", [fails] * 2)
         add(buffer, 1)  # waits
         with pytest.raises(KeyboardInterrupt):
             buffer.sample(4)
