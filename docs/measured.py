@@ -70,8 +70,11 @@ def substitutions():
 
     about = json.loads((BENCHMARKS / "results.json").read_text())["about"]
     (measured,) = (key for key, tables in about.items() if "main" in tables.split(", "))
-    (drop_in,) = (row for (_, label), row in rows_of("SB3_RETURNS.md").items() if label == "median")
-    theirs, same, *_ = (number(cell.split(", ")[-1]) for cell in drop_in.values())
+    drop_in = [
+        [number(cell.split(", ")[-1]) for cell in row.values()]
+        for (_, label), row in rows_of("SB3_RETURNS.md").items()
+        if label == "median"
+    ]
     forms = {label: row["time: form / plain"] for (_, label), row in cpu.items() if "form" in row}
     lengths = [row["time: slowest / fastest"] for row in cpu.values() if "10 steps" in row]
     return {
@@ -86,7 +89,7 @@ def substitutions():
         "final_obs_uniform": forms["uniform: final_obs"],
         "final_obs_prioritized": forms["prioritized: final_obs"],
         "lengths": max(lengths, key=number),
-        "sb3_run": f"{same / theirs:.1f}",
+        "sb3_run": between([same / theirs for theirs, same, *_ in drop_in]),
         "gpu": gpu_table(gpu),
         "gpu_measured": _about_gpu(),
         "gpu_behind_vmap": between(ours("256 buffers, uniform: fused", gpu, None)),

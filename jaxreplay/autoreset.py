@@ -26,9 +26,13 @@ ENVPOOL: Autoreset = "next_step"
 GYMNAX: Autoreset = "same_step"  # >= 1.0: final_obs is info["final_observation"]
 JUMANJI: Autoreset = "same_step"  # AutoResetWrapper(next_obs_in_extras=True): extras["next_obs"]
 GYMNAX_BEFORE_1: Autoreset = "same_step_no_final_obs"
-BRAX: Autoreset = "same_step_no_final_obs"  # its AutoResetWrapper, and MuJoCo Playground's
+BRAX: Autoreset = "same_step_no_final_obs"  # its AutoResetWrapper
 CRAFTAX: Autoreset = "same_step_no_final_obs"
 JAXMARL: Autoreset = "same_step_no_final_obs"
+MANISKILL: Autoreset = "same_step"  # final_obs is infos["final_observation"], once an env ended
+ISAAC_LAB: Autoreset = "same_step_no_final_obs"
+MJLAB: Autoreset = "same_step_no_final_obs"  # "same_step" if auto_reset=False: you reset it
+PLAYGROUND: Autoreset = "same_step_no_final_obs"  # MuJoCo Playground
 PETTINGZOO: Autoreset = "same_step"  # you reset it; final_obs is what its `step` returned
 
 FORMS: tuple[Autoreset, ...] = get_args(Autoreset)
