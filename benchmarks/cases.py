@@ -80,6 +80,7 @@ QUICK = Sizes(
     iterations=64,
 )
 
+_SLOW_FORMS = ("weights", "carried")  # of the fused loop, in which XLA copies flashbax's tree
 _OPERATIONS = {"uniform": ("add", "sample"), "prioritized": ("add", "sample", "update")}
 
 
@@ -133,7 +134,7 @@ def _main(capacity: int) -> list[Row]:
         if buffer == "prioritized":
             cases += [
                 _case(buffer, "fused", "scan", capacity, form=form)
-                for form in ("weights", "carried")
+                for form in _SLOW_FORMS
             ]
         rows += [Row("main", _name(case), _beside_flashbax(case, "limit")) for case in cases]
     return rows
@@ -165,8 +166,8 @@ def _jits(capacity: int) -> list[Row]:
 
 def _threads(capacity: int) -> list[Row]:
     rows = []
-    for buffer in _OPERATIONS:
-        case = _case(buffer, "fused", "scan", capacity)
+    for buffer, form in (("uniform", ""), *(("prioritized", form) for form in ("", *_SLOW_FORMS))):
+        case = _case(buffer, "fused", "scan", capacity, form=form)
         libraries = [
             library + threads
             for library in ("jaxreplay", "flashbax")
@@ -175,7 +176,7 @@ def _threads(capacity: int) -> list[Row]:
         rows.append(
             Row(
                 "threads",
-                f"{buffer}, {capacity:,} rows",
+                f"{buffer}, {capacity:,} rows" + (f", {form}" if form else ""),
                 {library: (library, case) for library in libraries},
             )
         )

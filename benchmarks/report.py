@@ -29,6 +29,7 @@ donated.
   new priorities, with a factor of 0, which is flashbax's fast form. **carried**: the whole sample
   is carried on, and the probabilities feed nothing. **weights**: importance weights from the
   probabilities go into a loss, and the new priorities do not depend on them, as in a training loop.
+  In these two XLA copies flashbax's tree twice an iteration, in no other row anything.
 - **limit**: NumPy moving the same bytes from a Python loop: `np.copyto` for an add; for a sample
   `np.take`, at rows drawn before, into arrays that are used again; for an update a plain write of
   the new priorities. It draws nothing, checks nothing and keeps no tree.
@@ -158,7 +159,15 @@ def _compat(results: list[Result]) -> str:
 
 
 def _jits(results: list[Result]) -> str:
-    return _beside_flashbax("## Single calls of jr.jit and of jax.jit", results)
+    title = """## Single calls of jr.jit and of jax.jit
+
+Where the time of an add goes (2026-11-30, AMD EPYC, 2 cores, jax 0.10.2; us): to pass the arrays of
+the state through a program, in place: 16 for 6 arrays (flashbax: 16, 7 arrays), with priorities 25
+for 14 (21, 10: four arrays are levels of the tree, three are counts and the largest priority). The
+kernels: 10 in 3 (13 in 3), with priorities 34 in 12 (26 in 9 to 12). By `jax.jit` XLA hands the 34
+from core to core: 32. `jr.jit`'s own Python takes 5: a look for NumPy arrays among the arguments,
+which it copies, 2.2; whether this call is traced, 1.4; the fields and the number of rows, 1.4."""
+    return _beside_flashbax(title, results)
 
 
 def _populations(results: list[Result]) -> str:

@@ -1,7 +1,9 @@
 """Arrays to tensors and back: shared memory is the same memory, copies are independent, and no
 number is narrowed silently."""
 
+import collections
 import copy
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +11,12 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
+from tests.support.compilations import count_programs
 from tests.support.refusals import refused
 
 torch = pytest.importorskip("torch", reason="the torch extra is not installed")
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
 from jaxreplay.torch import from_torch, to_torch  # noqa: E402
 
 FLOATS = "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
@@ -186,3 +191,97 @@ def test_the_streams_of_a_card_wait_for_each_other():
         result = to_torch(big @ big)  # still being computed when it is passed on
         assert float(result.min()) == 4096
         assert float(from_torch(result * 2).max()) == 8192
+
+
+NUM_ENVS, WIDE = 64, 20_000  # a step of all envs is too large to wait on the host
+
+
+class Operations(TorchDispatchMode):
+    """Counts PyTorch's operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.counts[function.overloadpacket.__name__] += 1
+        return function(*args, **kwargs or {})
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """Return a list, to which each read of an array by the host is added."""
+    found, kind = [], type(jnp.zeros(()))
+    for name in ("__bool__", "__int__", "__float__", "__index__", "__array__", "block_until_ready"):
+        own = getattr(kind, name)
+        monkeypatch.setattr(kind, name, lambda *args, own=own: found.append(own) or own(*args))
+    return found
+
+
+def loop_of(sampler, width=8, **options):
+    """Return a replay of steps that a GPU simulator would give, and one such step."""
+    buffer = jr.ReplayBuffer(
+        capacity=NUM_ENVS * 16,
+        num_envs=NUM_ENVS,
+        batch_size=128,
+        view=jr.views.TransitionView(n_step=3),
+        sampler=sampler,
+        autoreset="same_step",
+    )
+    obs, no = torch.rand(NUM_ENVS, width), torch.zeros(NUM_ENVS, dtype=torch.bool)
+    step = {"obs": obs, "action": obs[:, :2], "reward": obs[:, 0]}
+    step |= {"terminated": no, "truncated": no, "final_obs": obs}
+    replay = jr.Replay(buffer, **{"framework": "torch", **options})
+    for _ in range(6):
+        replay.add(**step)
+    return replay, step
+
+
+def test_an_add_copies_a_tensor_once_and_a_batch_none():
+    replay, step = loop_of(jr.Uniform(), WIDE)
+    replay.sample()
+    with Operations() as seen:
+        replay.add(**step)
+    copies = seen.counts.pop("copy_"), seen.counts.pop("empty"), seen.counts.pop("detach")
+    assert copies == (len(step),) * 3
+    assert not seen.counts
+    with Operations() as seen:
+        replay.sample()
+    assert not seen.counts
+
+
+@pytest.mark.parametrize("sampler", [jr.Uniform(), jr.Prioritized()])
+def test_a_loop_waits_for_the_device_only_to_know_whether_it_can_sample(sampler, waits):
+    replay, step = loop_of(sampler, framework="jax")
+    for turn in range(6):
+        with count_programs() as programs:
+            replay.add(**step)
+            assert not waits
+            batch = replay.sample()
+            assert len(waits) == 1
+            waits.clear()
+            if replay.buffer.sampler.has_priorities:
+                replay.update_priorities(batch.index, batch.weight)
+                assert not waits
+        assert turn < 2 or not programs()
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_batches_are_computed_before_they_are_asked_for(prefetch):
+    batches, enough = [], threading.Event()
+
+    def note(reward):
+        batches.append(len(reward))
+        if len(batches) > prefetch:
+            enough.set()
+        return reward
+
+    replay, _ = loop_of(jr.Uniform(), prefetch=prefetch)
+    noted = lambda item, key: item.replace(
+        reward=jax.pure_callback(note, item.reward, item.reward, vmap_method="expand_dims")
+    )
+    replay = jr.Replay(jr.transform(replay.buffer, noted), state=replay.state, prefetch=prefetch)
+    jax.block_until_ready(replay.sample())
+    assert enough.wait(10)
+    jax.effects_barrier()
+    assert len(batches) == prefetch + 1
