@@ -382,7 +382,6 @@ class Sampler(Static):
         Returns:
           The new state. By default `state`.
         """
-        del sampleable
         return state
 
     def can_add(self, state: PyTree, sampleable: Sampleable, num_rows: int) -> jax.Array:

@@ -160,11 +160,6 @@ class DropInBuffer(buffers.ReplayBuffer):
         """Memory of the rows in bytes."""
         return self._replay.memory(self._example()).total
 
-    @property
-    def _num_transitions(self) -> np.ndarray:
-        """Number of transitions in each env's ring: int32[n_envs]."""
-        return self._recorded().num_transitions
-
     def _recorded(self) -> Record:
         """Return the record of all steps."""
         with self._monitor:
@@ -186,7 +181,7 @@ class DropInBuffer(buffers.ReplayBuffer):
 
         Envs differ in it if their rings hold different numbers of final rows.
         """
-        return int(self._num_transitions.sum() // self.n_envs)
+        return int(self._recorded().num_transitions.sum() // self.n_envs)
 
     def reset(self) -> None:
         with self._monitor:
@@ -347,7 +342,7 @@ class DropInBuffer(buffers.ReplayBuffer):
         """Return transitions by row, as of `observations`, each of a random env."""
         env_indices = np.random.randint(0, self.n_envs, size=len(batch_inds))
         with self._monitor:
-            counts, newest = self._num_transitions, self._record.num_steps - 1
+            counts, newest = self._recorded().num_transitions, self._record.num_steps - 1
             nth = counts[env_indices] - 1 - ring.position_of(newest - batch_inds, self.buffer_size)
             is_bad = (batch_inds < 0) | (batch_inds >= self.buffer_size) | (nth < 0)
             if len(bad := batch_inds[is_bad]):
@@ -406,7 +401,7 @@ class DropInBuffer(buffers.ReplayBuffer):
         return tensor.to(self.device, TORCH_DTYPES.get(dtype, tensor.dtype))
 
     def _check_not_empty(self) -> np.ndarray:
-        """Return the number of transitions in each env's ring: int32[n_envs]. Signals must wait."""
+        """Return the number of transitions in each env's ring: int64[n_envs]. Signals must wait."""
         self._owner.check_not_lost()
         self._record.settle()
         counts = self._record.num_transitions

@@ -37,7 +37,7 @@ def read(
       name: One of `NAMES`.
       buffer: The `ReplayBuffer` of the rows.
       state: Its state.
-      counts: int32[n_envs], number of transitions in each env's ring.
+      counts: int64[n_envs], number of transitions in each env's ring.
       num_steps: Number of steps of each env so far.
       buffer_size: Number of rows of each env.
     """

@@ -31,7 +31,7 @@ class Record:
     Attributes:
       most_waiting: Largest number of steps that may wait.
       may_go_on: bool[E]; the newest recorded step's episode may continue with the next step.
-      num_transitions: int32[E], number of transitions in each env's ring, without new steps.
+      num_transitions: int64[E], number of transitions in each env's ring, without new steps.
     """
 
     def __init__(self, example: Step, num_envs: int, length: int):
@@ -63,7 +63,7 @@ class Record:
         # transitions before each; and how many final rows were overwritten.
         self._final_rows = [array.array("q") for _ in range(num_envs)]
         self._num_gone = np.zeros(num_envs, np.int64)
-        self.num_transitions = np.zeros(num_envs, np.int32)
+        self.num_transitions = np.zeros(num_envs, np.int64)
 
     def __len__(self) -> int:
         """Return the number of steps that wait."""
@@ -92,13 +92,11 @@ class Record:
           envs: int64[B], their streams.
           nth: int64[B], their numbers in the rings; 0 is the oldest one.
         """
-        num_gone = self._num_gone[envs]
-        # transitions, then rows, before each one, overwritten ones included
-        before = nth + np.maximum(self._num_rows - self._length, 0)[envs] - num_gone
-        number = before + num_gone
+        number = nth + np.maximum(self._num_rows - self._length, 0)[envs]
         for env, final_rows in enumerate(self._final_rows):
             own = ... if len(self._final_rows) == 1 else envs == env
-            number[own] += np.searchsorted(final_rows, before[own], side="right")
+            before = number[own] - self._num_gone[env]  # transitions before each one, so far
+            number[own] += np.searchsorted(final_rows, before, side="right")
         start = envs * self._length
         row, after = (start + ring.position_of(number + k, self._length) for k in (0, 1))
         return row, after
@@ -170,7 +168,7 @@ class Record:
             self._num_gone[env] += num
         num_final = np.array([*map(len, self._final_rows)])
         num_others = np.minimum(self._num_rows, self._length) - num_final - 1
-        self.num_transitions = np.maximum(num_others, 0).astype(np.int32)
+        self.num_transitions = np.maximum(num_others, 0)
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:

@@ -75,11 +75,14 @@ class RowsOwner(StateOwner):
 
     def begin(self, state: Any, staging: Any) -> None:
         super().begin(state, staging)
-        view, leaves = self.buffer.view, stored_arrays.stored_leaves(self._state.rows.steps)
-        is_plain = type(view) is SB3View and not view.has_steps
-        self.is_in_memory = is_plain and all(  # `taken` may read the rows
-            isinstance(leaf, jax.Array) and {one.platform for one in leaf.devices()} == {"cpu"}
-            for leaf in leaves
+        view, rows = self.buffer.view, self._state.rows
+        (device,) = rows.flags.devices()
+        leaves = stored_arrays.stored_leaves(rows.steps)
+        self.is_in_memory = (  # so that `taken` may read the rows
+            type(view) is SB3View
+            and not view.has_steps
+            and device.platform == "cpu"
+            and not any(map(stored_arrays.is_compound, leaves))
         )
 
     def empty(self, example: Any) -> Any:

@@ -212,8 +212,8 @@ def test_their_arrays_are_there(observation, n_envs, monkeypatch):
         if t not in (0, 7, 18, 19, 20, 33, 49):
             continue
         ago = (t - np.arange(20)) % 20
-        is_stored = (ago[:, None] < ours._num_transitions) & (ago <= t)[:, None]
-        assert is_stored.sum() == ours._num_transitions.sum()
+        is_stored = (ago[:, None] < ours._recorded().num_transitions) & (ago <= t)[:, None]
+        assert is_stored.sum() == ours._recorded().num_transitions.sum()
         check_rows(is_stored)
     np.testing.assert_array_equal(copy.deepcopy(ours).rewards, ours.rewards)
     ours.reset()
