@@ -14,7 +14,7 @@
 # make mutations  breaks the package one line at a time, which a test must notice each time
 # make mutants FILE=storage/writes.py SAMPLE=40  changes a module in 40 ways at random, most of which a test must notice
 # make aot DEVICE=NAME   compiles for a TPU or GPU that is not there, and checks what comes out; writes benchmarks/ACCELERATORS.md
-# make gpu       GPU tests and figures, on a GPU; writes benchmarks/GPU.md
+# make gpu       GPU tests and figures, on a GPU; writes benchmarks/GPU.md and TORCH_LOOP_GPU.md
 # make dist      builds both distributions of a clean clone, and runs the README's programs from the wheel
 # make workflows checks the workflows of .github
 # make bench     side by side with flashbax, NumPy, orbax and Stable-Baselines3; writes benchmarks/*.md
@@ -67,7 +67,7 @@ pages: $(DOCS)/installed
 	$(DOCS)/bin/python docs/check_pages.py
 
 examples: $(VENV)/installed
-	set -e; for example in dqn_minimal sharded_dqn multihost_dqn dqn ppo sac atari_frame_stack r2d2 her offline_to_online purejaxrl_dqn torch_dqn actors_dqn batched_inference robot sb3_dict_sac resume steps laplacian dreamer_replay rlpd recurrent_ppo vdn grpo plr; do echo "== $$example"; $(BIN)/python examples/$$example.py; done; $(BIN)/python examples/rlpd.py --framework torch
+	set -e; for example in dqn_minimal sharded_dqn multihost_dqn dqn ppo sac atari_frame_stack r2d2 her offline_to_online purejaxrl_dqn torch_dqn fast_sac_torch actors_dqn batched_inference robot sb3_dict_sac resume steps laplacian dreamer_replay rlpd recurrent_ppo vdn grpo plr; do echo "== $$example"; $(BIN)/python examples/$$example.py; done; $(BIN)/python examples/rlpd.py --framework torch
 
 ruff: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -225,6 +225,7 @@ bench: $(VENV)/bench
 	$(BIN)/python benchmarks/sb3_returns.py
 	$(BIN)/python benchmarks/tiers.py
 	$(BIN)/python benchmarks/actors.py
+	$(BIN)/python benchmarks/torch_loop.py
 
 # Each TorchRL is built for one torch, and wants an older tensordict: an environment of its own.
 GPU := .venv-gpu
@@ -239,6 +240,7 @@ gpu: $(GPU)/installed
 	$(GPU)/bin/python -m pytest -q -p no:cacheprovider -m gpu tests
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(GPU)/bin/python -m pytest -q -p no:cacheprovider -n 4 $(call TESTS,$(AS_ON_A_GPU))
 	$(GPU)/bin/python benchmarks/gpu.py $(if $(filter cpu,$(CUDA)),--quick)
+	$(GPU)/bin/python benchmarks/torch_loop.py $(if $(filter cpu,$(CUDA)),--quick)
 
 # The compilers are 2.5 GB, in an environment of their own.
 AOT := .venv-aot

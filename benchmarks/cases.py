@@ -132,10 +132,7 @@ def _main(capacity: int) -> list[Row]:
         ]
         cases.append(_case(buffer, "fused", "scan", capacity))
         if buffer == "prioritized":
-            cases += [
-                _case(buffer, "fused", "scan", capacity, form=form)
-                for form in _SLOW_FORMS
-            ]
+            cases += [_case(buffer, "fused", "scan", capacity, form=form) for form in _SLOW_FORMS]
         rows += [Row("main", _name(case), _beside_flashbax(case, "limit")) for case in cases]
     return rows
 

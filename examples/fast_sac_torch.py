@@ -1,6 +1,6 @@
 """SAC in PyTorch on 1,024 pendulums that are simulated in PyTorch, as GPU simulators are used.
 
-    python examples/fast_sac_torch.py   # 2 minutes on two CPU cores; writes out/fast_sac_torch.png
+    python examples/fast_sac_torch.py   # 75 seconds on two CPU cores; writes out/fast_sac_torch.png
 
 Copy `train` and `learn`. The critics see more than the actor, here each pendulum's length and mass.
 Their observation begins with the actor's, so it alone is stored, once: no second copy for the

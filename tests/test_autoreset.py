@@ -69,7 +69,8 @@ def test_gymnasium_1_0_resets_in_the_next_step_and_does_not_say_so(monkeypatch):
 
 def test_each_library_has_one_of_the_values():
     names = {name for name in dir(jr.autoreset) if name.isupper() and name[0] != "_"}
-    libraries = "GYMNASIUM ENVPOOL GYMNAX JUMANJI GYMNAX_BEFORE_1 BRAX CRAFTAX JAXMARL PETTINGZOO"
+    libraries = "GYMNASIUM ENVPOOL GYMNAX JUMANJI GYMNAX_BEFORE_1 BRAX CRAFTAX JAXMARL PETTINGZOO "
+    libraries += "MANISKILL ISAAC_LAB MJLAB PLAYGROUND"
     assert names == {*libraries.split(), "FORMS"}
     values = {getattr(jr.autoreset, name) for name in libraries.split()}
     assert values == set(jr.autoreset.FORMS)

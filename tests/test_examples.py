@@ -193,6 +193,11 @@ CLAIMS = {
         ("env steps", EQUAL, 4_000, 100_000),
         ("evaluation return", LEAST, 40, 475),
     ),
+    "fast_sac_torch": (
+        "--steps 400 --seeds 1 --target -400",
+        ("env steps", EQUAL, 409_600, 1_843_200),
+        ("worst return", LEAST, -400, -200),
+    ),
     "robot": (
         "--steps 1500 --target 0",
         ("updates", EQUAL, 3_000, 12_000),
