@@ -481,7 +481,7 @@ class ReplayBuffer(Static, Generic[T]):
           ValueError: The sampler has no priorities, or an argument has another type or shape.
         """
         state = check_state("update_priorities", self, state)
-        step_checks.check_priorities("update_priorities", self.sampler)
+        step_checks.check_priorities("update_priorities", self)
         index = self._index("update_priorities", index)
         priority = step_checks.as_priority("update_priorities", priority, jnp.shape(index.row))
         flat = jax.tree.map(lambda leaf: jnp.asarray(leaf).reshape(-1), (index, priority))
@@ -503,7 +503,7 @@ class ReplayBuffer(Static, Generic[T]):
           ValueError: The sampler has no priorities.
         """
         state = check_state("reset_max_priority", self, state)
-        step_checks.check_priorities("reset_max_priority", self.sampler)
+        step_checks.check_priorities("reset_max_priority", self)
         sampler = self.sampler.reset_max_priority(state.sampler, Sampleable.of(state))
         return state.replace(sampler=sampler)
 
@@ -871,7 +871,7 @@ class ReplayBuffer(Static, Generic[T]):
             step_checks.check_mask(where, mask, self.allow_mask or envs is not None, axes)
             mask = jnp.asarray(mask)
         if priority is not None:
-            step_checks.check_priorities(where, self.sampler)
+            step_checks.check_priorities(where, self)
             priority = step_checks.as_priority(where, priority, axes)
         envs = None if envs is None else step_checks.as_envs(envs, self.num_envs)
         return (steps, mask, priority), envs

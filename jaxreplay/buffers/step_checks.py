@@ -296,11 +296,11 @@ def as_envs(envs: Any, num_envs: int) -> jax.Array:
     return jnp.where((envs >= 0) & (envs < num_envs), envs, num_envs).astype(jnp.int32)
 
 
-def check_priorities(where: str, sampler: Any) -> None:
-    """Raise a ValueError if a sampler has no priorities."""
-    if not sampler.has_priorities:
+def check_priorities(where: str, buffer: Any) -> None:
+    """Raise a ValueError if a buffer's sampler has no priorities."""
+    if not buffer.sampler.has_priorities:
         raise ValueError(
-            f"{where}: the sampler {type(sampler).__name__} has no priorities; use "
+            f"{where}: the sampler {type(buffer.sampler).__name__} has no priorities; use "
             "jaxreplay.prioritized"
         )
 

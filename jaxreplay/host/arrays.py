@@ -276,7 +276,7 @@ class Format:
         if mask is not None:
             step_checks.check_mask(where, mask, buffer.allow_mask or envs is not None, axes)
         if priority is not None:
-            buffer._need_priorities(where)
+            step_checks.check_priorities(where, buffer)
             if priority.shape != axes or priority.dtype.kind not in "fiu":
                 priority = step_checks.as_priority(where, priority, axes)
         is_taken = np.ones(axes, bool) if mask is None else np.asarray(mask)
