@@ -151,9 +151,9 @@ def main() -> None:
     before = (
         re.split(r"^(?=## )", file.read_text(), flags=re.MULTILINE)[1:] if file.exists() else []
     )
-    tables = {text.split()[1]: text for text in before}
+    tables = {text.split()[1]: f"{text.rstrip()}\n" for text in before}
     for device in sys.argv[1:] or DEVICES:
-        tables[device] = "\n".join([*table(device, DEVICES[device]), ""])
+        tables[device] = "\n".join(table(device, DEVICES[device]))
     file.write_text("\n".join([head, *(tables[device] for device in DEVICES if device in tables)]))
 
 
