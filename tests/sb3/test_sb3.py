@@ -138,7 +138,7 @@ def test_demonstrations_are_added():
         ours.add_episodes([])
 
 
-def test_a_long_run_compiles_nothing_after_its_first_steps():
+def test_a_long_run_compiles_and_copies_nothing_after_its_first_steps():
     """Also where the buffer looks at its rows for wrong resets, and where its ring went round."""
     ours = sb3.ReplayBuffer(1_000, VECTOR, BOX)
 
@@ -150,9 +150,12 @@ def test_a_long_run_compiles_nothing_after_its_first_steps():
 
     steps = stream(VECTOR, BOX, 1, 10_000 if ALL else 2_500)
     loop(itertools.islice(steps, 300))
+    place = lambda: ours._owner._state.rows.steps.obs.unsafe_buffer_pointer()
+    before = place()
     with count_programs() as compiled:
         loop(steps)
     assert compiled() == 0
+    assert place() == before
 
 
 def test_the_empty_buffer_and_numbers_beyond_what_is_held(monkeypatch):
