@@ -179,8 +179,8 @@ def _memory():
         import jax
 
         ours = jax.devices()[0].memory_stats() if "jax" in sys.modules else {}
-        return (torch.cuda.max_memory_reserved() + ours.get("peak_bytes_in_use", 0)) / 1e6
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+        return (torch.cuda.max_memory_allocated() + ours.get("peak_bytes_in_use", 0)) / 1e6
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
 
 def measure(sizes, n_step, batch_size, rounds):

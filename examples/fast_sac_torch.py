@@ -152,7 +152,7 @@ def train(steps, seed, device="cpu"):
         obs = next_obs
         if step > LEARNING_STARTS:
             learn(agent, optimizers, statistics, replay.sample().experience)
-        if step % (steps // 10) == 0:
+        if step % max(steps // 10, 1) == 0 or step == steps:
             history.append((step * NUM_ENVS, evaluate(agent, statistics, seed + 1, device)))
     return agent, statistics, history, replay
 

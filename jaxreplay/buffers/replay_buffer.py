@@ -489,15 +489,16 @@ class ReplayBuffer(Static, Generic[T]):
         return state.replace(sampler=sampler)
 
     def reset_max_priority(self, state: ReplayState) -> ReplayState:
-        """Give new rows the largest priority of a stored row: an outlier no longer counts once it
-        is overwritten or updated. It costs O(capacity).
+        """Give new rows the largest priority of a stored row, at most the largest so far.
+
+        An outlier no longer counts once it is overwritten or updated. It costs O(capacity).
 
         Args:
           state: Donated: jit with `donate_argnums=0`, else the whole buffer is copied.
 
         Returns:
-          The new state. Its largest priority is 1 if no row, or none of a shard, has a positive
-          one, or `alpha` is 0.
+          The new state. Its largest priority is 1 if no row has a positive one, or `alpha` is 0; of
+          a sharded buffer it is at least 1 if a shard has no such row.
 
         Raises:
           ValueError: The sampler has no priorities.

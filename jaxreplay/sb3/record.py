@@ -4,7 +4,6 @@ A step continues the episode if its observation equals the next observation of t
 after a reset in the middle of an episode, no transition pairs observations of two episodes.
 """
 
-import array
 import math
 from typing import Any
 
@@ -61,7 +60,7 @@ class Record:
         self._num_rows = np.zeros(num_envs, np.int64)  # that were written, final rows included
         # Of each env's stored final rows but the newest, in order of time, the number of
         # transitions before each; and how many final rows were overwritten.
-        self._final_rows = [array.array("q") for _ in range(num_envs)]
+        self._final_rows = [np.arange(0)] * num_envs
         self._num_gone = np.zeros(num_envs, np.int64)
         self.num_transitions = np.zeros(num_envs, np.int64)
 
@@ -94,7 +93,7 @@ class Record:
         """
         number = nth + np.maximum(self._num_rows - self._length, 0)[envs]
         for env, final_rows in enumerate(self._final_rows):
-            own = ... if len(self._final_rows) == 1 else envs == env
+            own = envs == env
             before = number[own] - self._num_gone[env]  # transitions before each one, so far
             number[own] += np.searchsorted(final_rows, before, side="right")
         start = envs * self._length
@@ -146,10 +145,20 @@ class Record:
             for nth, env in np.argwhere(~goes_on):
                 if num_before := int(num_rows[nth, env]) - 2:  # rows before this step
                     rows = self._final_rows[env]
-                    rows.append(num_before - 1 - len(rows) - self._num_gone[env])
+                    before = num_before - 1 - len(rows)
+                    self._final_rows[env] = np.append(rows, before - self._num_gone[env])
         was_first = np.concatenate([self._is_first[None], ~goes_on[:-1]])
         self._num_rows, self._num_recorded = num_rows[-1], self._num_recorded + num
-        self._count()
+        # forget the final rows that are overwritten, and count the transitions
+        first = (self._num_rows - self._length - self._num_gone).tolist()
+        for env, rows in enumerate(self._final_rows):
+            while len(rows) and rows[0] < first[env]:
+                rows = self._final_rows[env] = rows[1:]
+                self._num_gone[env] += 1
+                first[env] -= 1
+        num_final = np.array([*map(len, self._final_rows)])
+        num_others = np.minimum(self._num_rows, self._length) - num_final - 1
+        self.num_transitions = np.maximum(num_others, 0)
         self.may_go_on, self._is_first, self._num_new = ~ends[-1], ~goes_on[-1], 0
         obs, final_obs = (
             jax.tree.unflatten(self._structure, leaves) for leaves in (obs, final_obs)
@@ -157,18 +166,6 @@ class Record:
         flags = {"terminated": done & ~timeout, "truncated": None}
         step = Step(obs, action, reward, **flags, final_obs=final_obs)
         self._parts.append((step, goes_on, was_first))
-
-    def _count(self) -> None:
-        """Forget the final rows that are overwritten, and count the transitions."""
-        for env, rows in enumerate(self._final_rows):
-            num, first = 0, self._num_rows[env] - self._length - self._num_gone[env]
-            while num < len(rows) and rows[num] + num < first:
-                num += 1
-            del rows[:num]
-            self._num_gone[env] += num
-        num_final = np.array([*map(len, self._final_rows)])
-        num_others = np.minimum(self._num_rows, self._length) - num_final - 1
-        self.num_transitions = np.maximum(num_others, 0)
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:

@@ -81,6 +81,7 @@ class RowsOwner(StateOwner):
         self.is_in_memory = (  # so that `taken` may read the rows
             type(view) is SB3View
             and not view.has_steps
+            and self.buffer.num_envs <= 4  # of which each has a search
             and device.platform == "cpu"
             and not any(map(stored_arrays.is_compound, leaves))
         )
@@ -109,9 +110,9 @@ def taken(state: Any, row: np.ndarray, after: np.ndarray, convert: Any) -> Any:
     return SB3Batch(
         obs=each(lambda leaf: read(leaf, row), steps.obs),
         action=read(steps.action, row),
-        reward=convert(np.asarray(steps.reward)[row][:, None]),
+        reward=convert(np.asarray(steps.reward)[row][..., None]),
         rewards=None,
-        done=convert(is_terminated.astype(np.float32)[:, None]),
+        done=convert(is_terminated.astype(np.float32)[..., None]),
         next_obs=each(lambda leaf: read(leaf, after), steps.obs),
         num_steps=None,
     )

@@ -502,7 +502,7 @@ class Replay:
           member: Name of the mixture's member. Default: None, without a mixture.
 
         Raises:
-          ValueError: The sampler has no priorities.
+          ValueError: There are rows, and the sampler has no priorities.
         """
         owner = self._owner_of("reset_max_priority", member)
         with self._monitor:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 
 import jax
 import numpy as np
@@ -63,6 +64,27 @@ def test_an_interrupt_at_any_line_of_an_add_loses_nothing():
         count = num_stored(buffer, count)
 
     check_each_moment(lambda: (lambda: add(buffer, count), check), least=100, counts=is_elsewhere)
+
+
+def test_an_interrupted_search_holds_no_rows():
+    """Its frame may live on; nothing in it may keep later steps from being recorded."""
+    buffer, numbers = make(), range(2 * LENGTH)
+
+    def interrupt(frame, event, called):
+        if event == "c_return" and called.__name__ == "searchsorted":
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    for number in numbers:
+        add(buffer, number, is_done=number % 3 == 2)
+        if number % LENGTH == LENGTH // 2:
+            sys.setprofile(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                buffer.sample(4)
+        batch = buffer.sample(64)
+        assert (batch.next_observations == batch.observations + 1).all()
+        assert (batch.dones == (batch.rewards % 3 == 2)).all()
+    assert buffer._record.num_steps == len(numbers)
 
 
 def test_an_interrupt_at_any_line_of_an_add_leaves_each_row_its_own_infos():
