@@ -226,19 +226,20 @@ def loop_of(sampler, dtype=torch.float32, **options):
         capacity=NUM_ENVS * 16,
         num_envs=NUM_ENVS,
         batch_size=128,
-        view=jr.views.TransitionView(n_step=3),
+        view=jr.views.TransitionView(),
         sampler=sampler,
-        autoreset="same_step",
+        autoreset=jr.autoreset.ISAAC_LAB,
     )
     obs, no = torch.rand(NUM_ENVS, 8).to(dtype), torch.zeros(NUM_ENVS, dtype=torch.bool)
     step = {"obs": obs, "action": obs[:, :2], "reward": obs[:, 0]}
-    step |= {"terminated": no, "truncated": no, "final_obs": obs}
+    step |= {"terminated": no, "truncated": no}
     replay = jr.Replay(buffer, **{"framework": "torch", **options})
     for _ in range(6):
         replay.add(**step)
     return replay, step
 
 
+@pytest.mark.thorough
 def test_an_add_copies_a_tensor_once_and_a_batch_none():
     replay, step = loop_of(jr.Uniform(), torch.bfloat16)  # these cross as those of a GPU do
     replay.sample()
@@ -268,7 +269,8 @@ def test_a_loop_waits_for_the_device_only_to_know_whether_it_can_sample(sampler,
         assert turn < 3 or not programs()
 
 
-@pytest.mark.parametrize("prefetch", [2, *map(thorough, (0, 1))])
+@pytest.mark.thorough
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_batches_are_computed_before_they_are_asked_for(prefetch):
     batches, enough = [], threading.Event()
 
