@@ -351,10 +351,11 @@ One call after another, as its algorithms make them: an `add` of one env's trans
 numbers; for `DictReplayBuffer` beside an image 84x84x3 uint8; for `HerReplayBuffer` beside two
 goals of 3 numbers.
 
-On a CPU a flat uniform batch is read from memory without a program since 2026-11-30. At the commit
-before, on that day and machine, a sample took 246 us where Stable-Baselines3's took 70; with Dict
-observations 1,415 (1,690), with n steps 332 (153), with goals 544 (320); whole runs of DQN on
-CartPole took 1.40 times Stable-Baselines3's time, of SAC on Pendulum 1.13 times."""
+On a CPU a flat uniform batch of at most 4 envs is read from memory without a program since
+2026-11-30. At the commit before, on that day and machine, a sample took 246 us where
+Stable-Baselines3's took 70; with Dict observations 1,415 (1,690), with n steps 332 (153), with
+goals 544 (320); whole runs of DQN on CartPole took 1.40 times
+Stable-Baselines3's time, of SAC on Pendulum 1.13 times."""
     return _table(
         title,
         ["", "jaxreplay.sb3", "Stable-Baselines3", "Stable-Baselines3 / jaxreplay.sb3"],

@@ -496,7 +496,7 @@ class Replay:
 
     def reset_max_priority(self, *, member: str | None = None) -> None:
         """Give new rows the largest priority of a stored row, as
-        `ReplayBuffer.reset_max_priority` does.
+        `ReplayBuffer.reset_max_priority` does. Before the first `add` it changes nothing.
 
         Args:
           member: Name of the mixture's member. Default: None, without a mixture.

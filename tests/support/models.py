@@ -112,6 +112,7 @@ class PrioritizedModel(Model):
         if kind == "reset":
             stored = [self.oracle.row(*one).priority for one in self.oracle.candidates(after=0)]
             self.oracle.max_priority = (max(stored, default=0) * bool(self.alpha)) or 1.0
+            self.oracle.max_error = 1e-5  # it is found from its power
 
     @staticmethod
     def seen(sampler):
@@ -283,8 +284,8 @@ class PassModel(ConsumingModel):
 
 
 def check_number(oracle, name, value):
-    """Check a figure of an oracle's. A largest stored priority is found from its power."""
-    error = 1e-5 * (name == "max_priority")
+    """Check a figure of an oracle's: exactly, but a largest priority after a reset."""
+    error = oracle.max_error * (name == "max_priority")
     np.testing.assert_allclose(value, np.float32(getattr(oracle, name)), rtol=error, err_msg=name)
 
 

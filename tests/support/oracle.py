@@ -66,7 +66,7 @@ class Oracle:
         # A done came before the last clear, and its final row after the clear is still to come.
         self.owed = [False] * num_envs
         self.began_with_a_tail = [False] * num_envs  # the first row after the clear is a final row
-        self.max_priority = 1.0
+        self.max_priority, self.max_error = 1.0, 0.0
         self.num_bad_priorities = self.num_stale_updates = self.num_ignored_writes = 0
 
     def clear(self):
@@ -74,7 +74,7 @@ class Oracle:
         self.began_with_a_tail = list(self.owed)
         self.streams = [[] for _ in self.streams]
         self.ended[:] = True  # a flag of the next step may be of any earlier one
-        self.max_priority = 1.0
+        self.max_priority, self.max_error = 1.0, 0.0
 
     def owes_final_row(self, env):
         """Return whether an env's next row is the final row of its last one, with next-step
